@@ -1,0 +1,35 @@
+# `make demo` and `make test` need only Python 3.11 or newer, pip and make: they set up .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test gpu-test clean
+
+# Quantize a small model to NVFP4 and print what it cost.
+demo: $(VENV)/.installed
+	rm -rf demo
+	$(BIN)/qerl random tiny demo/model
+	$(BIN)/qerl quantize demo/model demo/model-nvfp4
+
+# Lint, types, tests: all on the CPU.
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+# The tests that need a CUDA GPU, with the packages of the python on the PATH.
+gpu-test:
+	$(PYTHON) -m pytest -m gpu
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo build *.egg-info

@@ -1,0 +1,92 @@
+"""`qerl quantize --method rtn` against llm-compressor's data-free NVFP4A16, folder to folder on the CPU.
+
+Each contender runs in a process of its own, on a model with random weights of a named shape; the clock starts when its
+imports are done, and memory is the process's largest resident size. Run as a module, this file is one contender.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qerl.model.random_checkpoint import write_random_checkpoint
+from qerl.model.shapes import shape_named
+
+CONTENDERS = ("qerl", "llm-compressor")
+
+
+def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Best of `repeats` runs of each contender, in turns: seconds and peak bytes."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        source = Path(scratch) / "source"
+        say(f"Writing a random {shape} model ...")
+        write_random_checkpoint(shape_named(shape), source)
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+        for turn in range(repeats):
+            for name in CONTENDERS:
+                say(f"{name}, run {turn + 1} of {repeats} ...")
+                runs[name].append(_run(name, source, Path(scratch) / f"{name}-{turn}"))
+        best = [min(of, key=lambda run: run["seconds"]) for of in runs.values()]
+    return [
+        {
+            "contender": name,
+            "seconds": round(run["seconds"], 3),
+            "peak_gb": round(run["peak_bytes"] / 1e9, 3),
+            "output_gb": round(run["output_bytes"] / 1e9, 3),
+        }
+        for name, run in zip(runs, best, strict=True)
+    ]
+
+
+def _run(name: str, source: Path, out: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl.bench.quantize", name, str(source), str(out)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise ValueError(f"{name} failed (pip install 'qerl[calibrate]' brings llm-compressor):\n{done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _qerl(source: Path, out: Path) -> Callable[[], None]:
+    import transformers
+
+    from qerl.config import QuantizeConfig
+    from qerl.quantize import quantize
+
+    _ = transformers.AutoModelForCausalLM  # its import is lazy; the rival's is done as well when the clock starts
+    settings = QuantizeConfig(format="nvfp4", method="rtn", device="cpu")
+    return lambda: (quantize(str(source), out, settings), None)[1]
+
+
+def _llm_compressor(source: Path, out: Path) -> Callable[[], None]:
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    def job() -> None:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+        oneshot(model=model, recipe=QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"]))
+        model.save_pretrained(out, save_compressed=True)
+
+    return job
+
+
+def main() -> None:
+    name, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    job = (_qerl if name == "qerl" else _llm_compressor)(source, out)
+    started = time.monotonic()
+    job()
+    seconds = time.monotonic() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak, "output_bytes": size}))
+
+
+if __name__ == "__main__":
+    main()

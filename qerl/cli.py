@@ -1,0 +1,244 @@
+"""The `qerl` command: a few lines of wiring for each subcommand.
+
+Tables go to stdout, and the last line there is the result as one line of JSON; progress and messages go to stderr.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from qerl import __version__
+from qerl.config import ConfigError, load_config, settings
+from qerl.quant.convert import Interrupted
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning for large language models on 4-bit weights.",
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure: a table, then one line of JSON.")
+app.add_typer(bench, name="bench")
+
+screen = Console()
+log = Console(stderr=True)
+
+Recipe = Annotated[Path | None, typer.Option("--recipe", "-r", help="YAML file with settings.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings as key=value, by their dotted keys.", show_default=False)
+]
+
+
+def main() -> None:
+    """Runs the command; what a user can mend ends in a message, not in a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        app()
+    except Interrupted as error:
+        _complain(error)
+        sys.exit(130)
+    except ValueError as error:
+        _complain(error)
+        sys.exit(2)
+
+
+def _complain(error: Exception) -> None:
+    log.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def finish(result: dict[str, Any]) -> None:
+    """The last line of every command."""
+    print(json.dumps(result, default=str), flush=True)
+
+
+def say(message: str) -> None:
+    log.print(escape(message), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def byte_progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A bar with GB/s and time left; yields (set the total, add bytes)."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=log) as bar:
+        task = bar.add_task(what, total=None)
+        yield (lambda total: bar.update(task, total=total)), (lambda n: bar.advance(task, n))
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if show:
+        finish({"version": __version__})
+        raise typer.Exit
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id of a 16-bit model.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
+    overrides: Overrides = None,
+    recipe: Recipe = None,
+    format: Annotated[str | None, typer.Option(help="nvfp4, mxfp4 or nf4. [default: nvfp4]")] = None,
+    method: Annotated[str | None, typer.Option(help="rtn, mse, awq or gptq. [default: mse]")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Leave these linear layers in 16 bits; may repeat.")] = None,
+    double_quant: Annotated[bool, typer.Option("--double-quant", help="nf4: store absmax in 8 bits.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto. [default: auto]")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Text for awq and gptq (JSONL or plain).")] = None,
+) -> None:
+    """Turn a 16-bit checkpoint into a 4-bit one.
+
+    Streams: memory does not grow with the model. Interrupted, it leaves no half-made OUT, and the same command goes on
+    where it stopped. `qerl config` lists all settings (quantize.*).
+    """
+    from qerl import quantize as tool
+
+    words = [f"quantize.ignore={json.dumps(ignore)}"] if ignore else []
+    flags = {"format": format, "method": method, "device": device, "calibration.file": calibration}
+    words += [f"quantize.{key}={value}" for key, value in flags.items() if value is not None]
+    words += ["quantize.double_quant=true"] if double_quant else []
+    config = load_config(recipe, [*(overrides or []), *words]).quantize
+    with byte_progress(f"quantizing to {config.format}") as (on_plan, on_bytes):
+        report = tool.quantize(model, out, config, on_plan, on_bytes, say)
+    _show_report(report)
+    finish(report.summary() | {"out": out})
+
+
+def _show_report(report: Any) -> None:
+    def percent(error: float | None) -> str:
+        return "-" if error is None else f"{100 * error:.2f} %"
+
+    table = Table(title=f"{report.format}, method {report.method}: relative error by layer kind")
+    for column, justify in (("kind", "left"), ("layers", "right"), ("weights", "right"), ("error", "right")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for kind, row in report.by_kind().items():
+        table.add_row(kind, str(row["layers"]), f"{row['weights'] / 1e6:.1f} M", percent(row["relative_error"]))
+    screen.print(table)
+    if report.worst():
+        worst = Table("layer", "error", title="The worst layers")
+        for module, error in report.worst():
+            worst.add_row(module, percent(error))
+        screen.print(worst)
+    before, after = report.bytes_before / 1e9, report.bytes_after / 1e9
+    screen.print(
+        f"{before:.3f} GB -> {after:.3f} GB ({after / before:.0%}), {report.bits_per_weight:.2f} bits a weight, "
+        f"{report.seconds:.1f} s; 16-bit linear layers: {', '.join(report.ignored) or 'none'}",
+        highlight=False,
+    )
+
+
+@app.command()
+def config(overrides: Overrides = None, recipe: Recipe = None) -> None:
+    """Print every setting as it resolves, with its unit and help."""
+    resolved = settings(load_config(recipe, overrides or []))
+    table = Table("key", "value", "unit", "help", title="Settings (changed ones are bold)")
+    table.columns[0].overflow = "fold"
+    for entry in resolved:
+        value = escape(str(entry.value))
+        table.add_row(entry.key, value if entry.value == entry.default else f"[bold]{value}[/]", entry.unit, entry.help)
+    screen.print(table)
+    finish({entry.key: entry.value for entry in resolved})
+
+
+@app.command()
+def memory(
+    shapes: Annotated[
+        list[str] | None, typer.Argument(help="Model shapes. [default: qwen2.5 3b, 7b, 14b, 32b]")
+    ] = None,
+) -> None:
+    """What the weights of a model take in each format, from its shape alone."""
+    from qerl.model.memory import FORMATS, PAPER, weight_bytes
+    from qerl.model.shapes import shape_named
+
+    names = shapes or [f"qwen2.5-{size}" for size in ("3b", "7b", "14b", "32b")]
+    table = Table("GB", *FORMATS, title="Weights in GB (10^9 bytes)")
+    notes, result = Table("figure", "paper", "ours", "what the paper's figure counts"), {}
+    for name in names:
+        weights = {format: weight_bytes(shape_named(name), format) for format in FORMATS}
+        table.add_row(name, *(f"{w.total / 1e9:.2f}" for w in weights.values()))
+        result[name] = {format: w.total / 1e9 for format, w in weights.items()}
+        for format, w in weights.items():
+            if figure := PAPER.get((name, format)):
+                notes.add_row(f"{name} {format}", f"{figure.gigabytes}", f"{figure.ours(w):.2f}", figure.counts)
+    screen.print(table)
+    if notes.row_count:
+        screen.print(notes)
+    finish(result)
+
+
+@app.command()
+def random(
+    shape: Annotated[str, typer.Argument(help="A named shape: tiny, qwen2.5-0.5b, ... qwen2.5-32b.")],
+    out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a 16-bit checkpoint with random weights of a named shape, to try things on."""
+    from qerl.model.random_checkpoint import write_random_checkpoint
+    from qerl.model.shapes import shape_named
+
+    tensors = shape_named(shape).tensors()
+    with byte_progress(f"random {shape}") as (on_plan, on_bytes):
+        on_plan(sum(spec.nbytes for spec in tensors.values()))
+        write_random_checkpoint(shape_named(shape), out, seed, on_bytes)
+    finish({"out": out, "parameters": sum(spec.numel for spec in tensors.values())})
+
+
+@bench.command("quantize")
+def bench_quantize(
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-0.5b",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to put the models. [default: the temporary folder]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the best counts.", min=1)] = 2,
+) -> None:
+    """qerl's rtn against llm-compressor's data-free NVFP4A16: seconds and peak memory."""
+    from qerl.bench.quantize import compare
+
+    rows = compare(shape, folder, repeats, say)
+    table = Table(
+        "contender", "seconds", "peak GB", "output GB", title=f"{shape} to NVFP4 on the CPU, folder to folder"
+    )
+    for row in rows:
+        table.add_row(row["contender"], f"{row['seconds']:.2f}", f"{row['peak_gb']:.2f}", f"{row['output_gb']:.3f}")
+    screen.print(table)
+    ours, theirs = rows
+    finish(
+        {
+            "shape": shape,
+            "rows": rows,
+            "speedup": round(theirs["seconds"] / ours["seconds"], 2),
+            "memory_ratio": round(ours["peak_gb"] / theirs["peak_gb"], 3),
+        }
+    )
+
+
+@bench.command("formats")
+def bench_formats() -> None:
+    """Mean squared error of each format, rtn against mse, on three kinds of weights."""
+    from qerl.bench.formats import measure
+
+    rows = measure()
+    table = Table("weights", "format", "bits", "rtn", "mse", "less", title="Mean squared error / variance")
+    for row in rows:
+        table.add_row(row.weights, row.format, f"{row.bits}", f"{row.rtn:.5f}", f"{row.mse:.5f}", f"{row.gain:.1%}")
+    screen.print(table)
+    finish({f"{row.weights}/{row.format}": {"rtn": row.rtn, "mse": row.mse} for row in rows})
+
+
+__all__ = ["ConfigError", "app", "main"]

@@ -1,0 +1,68 @@
+"""What a run measures, as JSON Lines: one object a step, never rewritten, readable while the run goes on."""
+
+import json
+import math
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class Metrics:
+    """Appends to `path`; every line is on disk, as far as the system's cache, when `log` returns."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        _drop_torn_line(path)
+        self._last = max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """One line: step, wall time, and the values. Numbers of torch and numpy are taken; NaN and Inf become null.
+
+        Steps may repeat (training and evaluation of one step) but never go back.
+        """
+        if step < self._last:
+            raise ValueError(f"Metrics of step {step} come after step {self._last} in {self.path}.")
+        line = {"step": step, "time": round(time.time(), 3)} | {
+            key: _plain(key, value) for key, value in values.items()
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        self._last = step
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All complete lines of a metrics file; a last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut a last line that a crash left unfinished, so that the next one starts on its own."""
+    if path.exists():
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with open(path, "r+b") as file:
+                file.truncate(whole)
+
+
+def _plain(key: str, value: Any) -> Any:
+    if hasattr(value, "item"):  # a number of torch or numpy
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"Metric {key!r} is a {type(value).__name__}; log numbers, strings or None.")

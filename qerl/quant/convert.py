@@ -1,0 +1,317 @@
+"""Stream a 16-bit checkpoint through a 4-bit format, folder to folder.
+
+Worker threads each take one unit (the matrices that share a global scale, or a tensor to copy) and go through it in
+small pieces: read at an offset, quantize, write at an offset. A first pass over the unit finds its largest magnitude,
+where the format has a global scale; the second pass then reads from the operating system's cache. So memory does not
+depend on the model or even on a matrix, and reading, computing and writing overlap across workers.
+
+Nothing half-made is ever called OUT. Shards are written into OUT.partial, each named only when it is whole and flushed;
+the folder is renamed at the end. A second run with the same source and settings keeps the finished shards.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qerl import __version__
+from qerl.quant.checkpoint import INDEX, Checkpoint
+from qerl.quant.layout import Layout
+from qerl.quant.plan import Plan, Unit
+from qerl.quant.report import LayerError, Report
+from qerl.quant.safetensors_io import Location, Reader, Spec, Writer
+
+REPORT = "quantize_report.json"
+RESUME = ".resume"  # inside the partial folder: what a second run needs to go on
+PIECE_CPU = 1 << 17  # elements: float32 temporaries of this size stay in a core's cache
+PIECE_GPU = 1 << 24
+DISK_MARGIN = 64 << 20
+# Files that travel with the weights; weights themselves, indexes, code and the model card do not.
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".py", ".md")
+
+
+class Interrupted(RuntimeError):
+    """A conversion that stopped early and can be resumed; the message says how."""
+
+
+class _Stopped(Exception):
+    """Ends a worker whose shard has failed elsewhere."""
+
+
+def partial_folder(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def convert(
+    source: Checkpoint,
+    out: Path,
+    layout: Layout,
+    plan: Plan,
+    method: str = "rtn",
+    device: str = "cpu",
+    on_bytes: Callable[[int], None] = lambda n: None,
+    say: Callable[[str], None] = lambda message: None,
+) -> Report:
+    """Write `source` in `layout` to the new folder `out` and report what it cost.
+
+    on_bytes is told the size of every piece of the source that is done (and at once of shards found finished), from
+    several threads; say gets a line when something noteworthy happens.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists. Name a new folder, or remove it first.")
+    started = time.monotonic()
+    fingerprint = _fingerprint(source, layout, plan, method)
+    with _claimed(partial_folder(out), fingerprint, say) as partial:
+        finished = [i for i in range(len(plan.shards)) if (partial / plan.shard_name(i)).exists()]
+        if finished:
+            say(f"Resuming: {len(finished)} of {len(plan.shards)} shards are finished in {partial}.")
+        _require_space(partial, sum(plan.shard_nbytes(i) for i in range(len(plan.shards)) if i not in finished))
+        work = _Work(source, layout, method, plan.dtype, torch.device(device), on_bytes)
+        try:
+            for i, units in enumerate(plan.shards):
+                if i in finished:
+                    on_bytes(sum(_source_nbytes(source, unit) for unit in units))
+                else:
+                    work.write_shard(partial / plan.shard_name(i), units)
+        except (KeyboardInterrupt, OSError) as error:
+            done = sum((partial / plan.shard_name(i)).exists() for i in range(len(plan.shards)))
+            reason = f"stopped by an error ({error})" if isinstance(error, OSError) else "interrupted"
+            raise Interrupted(
+                f"Quantizing was {reason}. {out} was not made; {done} of {len(plan.shards)} finished shards are kept "
+                f"in {partial}. Run the same command again to go on, or delete that folder."
+            ) from error
+        report = _finish(source, partial, layout, plan, method, time.monotonic() - started)
+        os.replace(partial, out)
+        shutil.rmtree(out / RESUME)
+        _flush_folder(out.parent)
+    return report
+
+
+class _Work:
+    """Carries out units: the state that all workers share."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        layout: Layout,
+        method: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self.source, self.layout, self.method, self.dtype = source, layout, method, dtype
+        self.device, self.on_bytes = device, on_bytes
+        self.piece = PIECE_CPU if device.type == "cpu" else PIECE_GPU
+        self.stop = threading.Event()
+
+    def write_shard(self, path: Path, units: tuple[Unit, ...]) -> None:
+        """All units of one shard, then its error sums, then its name: a named shard is complete."""
+        specs = {name: spec for unit in units for name, spec in unit.outputs.items()}
+        writer = Writer(path, specs)
+        errors: list[LayerError] = []
+        try:
+            with Reader() as reader, _one_thread_an_operation(self.device):
+                for where in self.source.tensors.values():
+                    reader.open(where.path)
+                pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+                try:
+                    jobs = [pool.submit(self.run, unit, reader, writer) for unit in units]
+                    wait(jobs, return_when=FIRST_EXCEPTION)
+                    failure = next((job.exception() for job in jobs if job.done() and job.exception()), None)
+                    if failure:
+                        raise failure
+                    errors = [error for job in jobs for error in job.result()]
+                finally:
+                    self.stop.set()
+                    pool.shutdown(cancel_futures=True)
+                    self.stop.clear()
+            _stats_path(path).write_text(json.dumps([asdict(error) for error in errors]))
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+        _flush_folder(path.parent)
+
+    def run(self, unit: Unit, reader: Reader, writer: Writer) -> list[LayerError]:
+        if not unit.modules:
+            self.copy(unit.copied, reader, writer)
+            return []
+        wheres = [self.source.tensors[f"{module}.weight"] for module in unit.modules]
+        amax = None
+        if self.layout.shares_global_scale:
+            amax = torch.stack(
+                [
+                    self.amax(where, f"{module}.weight", reader)
+                    for module, where in zip(unit.modules, wheres, strict=True)
+                ]
+            ).amax()
+        return [self.encode(m, w, amax, reader, writer) for m, w in zip(unit.modules, wheres, strict=True)]
+
+    def encode(self, module: str, where: Location, amax: Tensor | None, reader: Reader, writer: Writer) -> LayerError:
+        name = f"{module}.weight"
+        encoder = self.layout.encoder(Spec(self.dtype, where.spec.shape), self.method, amax, name)
+        error = norm = 0.0
+        for piece_E in self.pieces(where, reader):
+            weight_E = piece_E.to(torch.float32)
+            tensors, back_E = encoder.add(weight_E)
+            for suffix, tensor in tensors.items():
+                writer.append(module + suffix, tensor)
+            norm += float(torch.dot(weight_E, weight_E))
+            difference_E = back_E.sub_(weight_E)
+            error += float(torch.dot(difference_E, difference_E))
+            self.on_bytes(piece_E.nbytes)
+        for suffix, tensor in encoder.finish().items():
+            writer.append(module + suffix, tensor)
+        stored = sum(spec.nbytes for spec in self.layout.specs(where.spec).values())
+        return LayerError(module, where.spec.numel, stored, error, norm)
+
+    def amax(self, where: Location, name: str, reader: Reader) -> Tensor:
+        largest = torch.stack([piece_E.abs().amax() for piece_E in self.pieces(where, reader)]).amax()
+        if not bool(torch.isfinite(largest)):
+            raise ValueError(_not_finite(name))
+        return largest.to(torch.float32)
+
+    def copy(self, name: str, reader: Reader, writer: Writer) -> None:
+        where = self.source.tensors[name]
+        kept = writer.spec(name).dtype
+        for piece_E in self.pieces(where, reader):
+            if piece_E.is_floating_point() and not bool(torch.isfinite(piece_E).all()):
+                raise ValueError(_not_finite(name))
+            writer.append(name, piece_E.to(kept))
+            self.on_bytes(piece_E.nbytes)
+
+    def pieces(self, where: Location, reader: Reader) -> Iterator[Tensor]:
+        for start in range(0, where.spec.numel, self.piece):
+            if self.stop.is_set():
+                raise _Stopped
+            yield reader.read(where, start, min(self.piece, where.spec.numel - start)).to(self.device)
+
+
+def _not_finite(name: str) -> str:
+    return f"{name} holds NaN or Inf; such a weight can't be quantized. Check or re-download the model."
+
+
+def _source_nbytes(source: Checkpoint, unit: Unit) -> int:
+    names = [f"{module}.weight" for module in unit.modules] or [unit.copied]
+    return sum(source.tensors[name].spec.nbytes for name in names)
+
+
+@contextmanager
+def _one_thread_an_operation(device: torch.device) -> Iterator[None]:
+    """The workers are the parallelism: a single operation does not split further."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _claimed(partial: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """The partial folder, locked against a second process; emptied if it belongs to other settings."""
+    try:
+        (partial / RESUME).mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"Can't write beside {partial}: {error.strerror}.") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"Another process is writing {partial}. Wait for it, or name another OUT.") from error
+        mark = partial / RESUME / "fingerprint"
+        if not mark.exists() or mark.read_text() != fingerprint:
+            leftovers = list(partial.glob("model-*"))
+            if leftovers:
+                say(f"{partial} was begun from another source or other settings: starting over.")
+            for path in leftovers:
+                path.unlink()
+            mark.write_text(fingerprint)
+        for path in partial.glob("*.writing"):
+            path.unlink()
+        yield partial
+    finally:
+        os.close(lock)
+
+
+def _fingerprint(source: Checkpoint, layout: Layout, plan: Plan, method: str) -> str:
+    """Changes whenever a finished shard could not be reused."""
+    files = sorted({where.path for where in source.tensors.values()})
+    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    outputs = [[list(unit.outputs) for unit in units] for units in plan.shards]
+    said = json.dumps([__version__, stamps, layout.format, method, str(plan.dtype), outputs])
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _require_space(partial: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if free < needed + DISK_MARGIN:
+        raise ValueError(
+            f"{partial.parent} has {free / 1e9:.2f} GB free; the result needs {needed / 1e9:.2f} GB. "
+            "Free some space or name an OUT on another disk."
+        )
+
+
+def _finish(source: Checkpoint, partial: Path, layout: Layout, plan: Plan, method: str, seconds: float) -> Report:
+    """Everything but the shards: index, config, tokenizer and generation files, report."""
+    shards = [partial / plan.shard_name(i) for i in range(len(plan.shards))]
+    layers = [LayerError(**entry) for shard in shards for entry in json.loads(_stats_path(shard).read_text())]
+    total = sum(plan.shard_nbytes(i) for i in range(len(shards)))
+    report = Report(
+        str(source.folder), layout.format, method, source.nbytes, total, tuple(layers), plan.ignored, seconds
+    )
+    weight_map = {
+        name: shard.name for shard, units in zip(shards, plan.shards, strict=True) for u in units for name in u.outputs
+    }
+    _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+    config["dtype"] = str(plan.dtype).removeprefix("torch.")
+    config["quantization_config"] = layout.config(list(plan.ignored), plan.dtype)
+    _write_json(partial / "config.json", config)
+    copy_companions(source.folder, partial)
+    _write_json(partial / REPORT, report.to_json())
+    _flush_folder(partial)
+    return report
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Tokenizer, generation settings, chat templates, licence: all that is neither weights nor code nor model card."""
+    for path in sorted(source.iterdir()):
+        name = path.name
+        if path.is_file() and name != "config.json" and not name.startswith(".") and not name.endswith(NOT_COPIED):
+            shutil.copyfile(path, target / name)
+        elif path.is_dir() and name == "additional_chat_templates":
+            shutil.copytree(path, target / name, dirs_exist_ok=True)
+
+
+def _stats_path(shard: Path) -> Path:
+    return shard.parent / RESUME / f"{shard.name}.errors.json"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with open(path, "w") as file:
+        json.dump(value, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,56 @@
+"""E2M1, the 4-bit float of NVFP4 and MXFP4: sign, two exponent bits, one mantissa bit.
+
+Magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6 have the codes 0 to 7; the sign is bit 3. Two codes lie in a byte, the even input
+in the low nibble. Rounding is to nearest, ties to the even code. Since the grid is piecewise linear in its code, both
+directions are a minimum or maximum of three lines, exact in float32:
+
+    code(y)  = min(round(2y), round(y) + 2, round(y/2) + 4)      value(c) = max(c/2, c - 2, 2c - 8)
+"""
+
+import torch
+from torch import Tensor
+
+MAX = 6.0
+MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
+
+
+def encode(x: Tensor) -> Tensor:
+    """float32 x, any shape -> uint8 codes 0..15. |x| over 6 saturates; a negative that rounds to zero keeps its sign
+    (code 8), an exact zero of either sign is code 0."""
+    code = _magnitude_code(x.abs())
+    sign = torch.empty_like(x)
+    torch.lt(x, 0.0, out=sign)
+    return code.add_(sign, alpha=8).to(torch.uint8)
+
+
+def decode(code: Tensor) -> Tensor:
+    """uint8 codes 0..15 -> float32 values."""
+    sign = 1 - (code >> 3).to(torch.float32) * 2
+    return _magnitude((code & 7).to(torch.float32)).mul_(sign)
+
+
+def round_trip(x: Tensor) -> Tensor:
+    """decode(encode(x)) without the codes in between: float32 x rounded to the E2M1 grid (a zero is +0)."""
+    return _magnitude(_magnitude_code(x.abs())).mul_(x.sign())
+
+
+def pack(code: Tensor) -> Tensor:
+    """uint8 codes [..., K] -> bytes [..., K/2], the even input in the low nibble."""
+    if code.shape[-1] % 2:
+        raise ValueError(f"Packing needs an even number of codes a row; this has {code.shape[-1]}.")
+    pair = code.contiguous().view(torch.int16)  # little-endian: low byte = even input
+    return (pair | (pair >> 4)).to(torch.uint8)
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """bytes [..., K/2] -> uint8 codes [..., K]."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def _magnitude_code(y: Tensor) -> Tensor:
+    code = torch.minimum((y * 2).round_(), y.round().add_(2))
+    return torch.minimum(code, (y * 0.5).round_().add_(4)).clamp_(max=7)
+
+
+def _magnitude(code: Tensor) -> Tensor:
+    return torch.maximum(code * 0.5, torch.maximum(code - 2, (code * 2).sub_(8)))

@@ -1,0 +1,68 @@
+"""`qerl quantize` as a function: a 16-bit checkpoint in, a 4-bit one out, by the road that the method asks for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from qerl.config import QuantizeConfig
+from qerl.quant import calibrate
+from qerl.quant.checkpoint import Checkpoint, resolve
+from qerl.quant.convert import convert
+from qerl.quant.layout import layout_for
+from qerl.quant.plan import make_plan
+from qerl.quant.report import Report
+
+
+def quantize(
+    model: str,
+    out: Path,
+    settings: QuantizeConfig,
+    on_plan: Callable[[int], None] = lambda total: None,
+    on_bytes: Callable[[int], None] = lambda n: None,
+    say: Callable[[str], None] = lambda message: None,
+) -> Report:
+    """model: a local folder or a hub id; out: a folder to be made.
+
+    on_plan learns the source's bytes once everything is checked, on_bytes each finished piece, say a line now and then.
+    """
+    out = out.expanduser().absolute()
+    if out.exists():
+        raise ValueError(f"{out} exists. Name a new folder, or remove it first.")
+    device = resolve_device(settings.device)
+    calibrated = settings.method in ("awq", "gptq")
+    if calibrated:
+        calibrate.require(settings.method, device, settings.calibration.file)
+    with Checkpoint(resolve(model)) as source:
+        layout = layout_for(settings.format, settings.double_quant)
+        plan = make_plan(source, layout, settings.ignore, int(settings.max_shard_size * 1e9))
+        on_plan(source.nbytes)
+        if calibrated:
+            assert settings.calibration.file is not None
+            return calibrate.calibrate(
+                source,
+                out,
+                layout,
+                plan,
+                settings.method,
+                device,
+                settings.calibration.file,
+                settings.calibration.num_samples,
+                settings.calibration.max_seq_length,
+                settings.max_shard_size,
+                say,
+            )
+        return convert(source, out, layout, plan, settings.method, device, on_bytes, say)
+
+
+def resolve_device(name: str) -> str:
+    """auto -> cuda if there is one; anything that this machine lacks is refused."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{name!r} is not a device; write cpu, cuda, cuda:1 or auto.") from error
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise ValueError(f"This machine has no device {name} ({torch.cuda.device_count()} GPUs). Use --device cpu.")
+    return name
