@@ -18,8 +18,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from qerl import __version__
-from qerl.config import ConfigError, load_config, settings
-from qerl.quant.convert import Interrupted
+from qerl.config import load_config, settings
+from qerl.errors import Interrupted
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -239,6 +239,3 @@ def bench_formats() -> None:
         table.add_row(row.weights, row.format, f"{row.bits}", f"{row.rtn:.5f}", f"{row.mse:.5f}", f"{row.gain:.1%}")
     screen.print(table)
     finish({f"{row.weights}/{row.format}": {"rtn": row.rtn, "mse": row.mse} for row in rows})
-
-
-__all__ = ["ConfigError", "app", "main"]

@@ -153,6 +153,10 @@ def _explain(detail: Any) -> str:
     """One validation error in a sentence, with the key it is about."""
     key = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
     if detail["type"] == "extra_forbidden":
+        inner = detail["input"]
+        while isinstance(inner, dict) and inner:  # an unknown section: speak of the first setting in it
+            name, inner = next(iter(inner.items()))
+            key = f"{key}.{name}"
         return f"There is no setting {key}.{_nearest(key)}"
     if detail["type"] == "value_error":
         return f"{key or 'config'}: {detail['ctx']['error']}"

@@ -5,7 +5,6 @@ imports are done, and memory is the process's largest resident size. Run as a mo
 """
 
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -77,15 +76,20 @@ def _llm_compressor(source: Path, out: Path) -> Callable[[], None]:
     return job
 
 
+def peak_resident_bytes() -> int:
+    """This process's largest resident size (getrusage's would include the parent's at the fork)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 def main() -> None:
     name, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     job = (_qerl if name == "qerl" else _llm_compressor)(source, out)
     started = time.monotonic()
     job()
     seconds = time.monotonic() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak, "output_bytes": size}))
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak_resident_bytes(), "output_bytes": size}))
 
 
 if __name__ == "__main__":

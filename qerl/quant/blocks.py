@@ -31,7 +31,8 @@ def to_blocks(weight: Tensor, block: int, name: str) -> Tensor:
 
 def block_absmax(blocks: Tensor, name: str) -> Tensor:
     """Largest magnitude of each block, [n]. NaN and Inf are refused by the tensor's name."""
-    absmax = blocks.abs().amax(-1)
+    # Magnitudes order alike as floats and as integers, NaN above Inf; integer maxima are the faster ones on a CPU.
+    absmax = blocks.abs().view(torch.int32).amax(-1).view(torch.float32)
     if not bool(torch.isfinite(absmax).all()):
         raise ValueError(f"{name} holds NaN or Inf; such a weight can't be quantized. Check or re-download the model.")
     return absmax

@@ -10,6 +10,7 @@ directions are a minimum or maximum of three lines, exact in float32:
 import torch
 from torch import Tensor
 
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 MAX = 6.0
 MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 
@@ -17,16 +18,24 @@ MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 def encode(x: Tensor) -> Tensor:
     """float32 x, any shape -> uint8 codes 0..15. |x| over 6 saturates; a negative that rounds to zero keeps its sign
     (code 8), an exact zero of either sign is code 0."""
-    code = _magnitude_code(x.abs())
-    sign = torch.empty_like(x)
-    torch.lt(x, 0.0, out=sign)
-    return code.add_(sign, alpha=8).to(torch.uint8)
+    y = x.abs()
+    code = _magnitude_code(y)
+    sign = torch.lt(x, 0.0, out=y)
+    return code.add_(sign, alpha=8).to(torch.int8).view(torch.uint8)
 
 
 def decode(code: Tensor) -> Tensor:
     """uint8 codes 0..15 -> float32 values."""
-    sign = 1 - (code >> 3).to(torch.float32) * 2
-    return _magnitude((code & 7).to(torch.float32)).mul_(sign)
+    table = torch.tensor(VALUES, device=code.device)
+    return table.index_select(0, code.flatten().to(torch.int32)).view(code.shape)
+
+
+def decode_packed(packed: Tensor) -> Tensor:
+    """decode(unpack(packed)) in one look-up a byte: bytes [..., K/2] -> float32 values [..., K]."""
+    pairs = decode(unpack(torch.arange(256, dtype=torch.uint8, device=packed.device)))
+    table = pairs.view(torch.int64)  # the two floats of a byte as one 8-byte entry
+    values = table.index_select(0, packed.flatten().to(torch.int32)).view(torch.float32)
+    return values.view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
 def round_trip(x: Tensor) -> Tensor:
@@ -48,9 +57,14 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def _magnitude_code(y: Tensor) -> Tensor:
-    code = torch.minimum((y * 2).round_(), y.round().add_(2))
-    return torch.minimum(code, (y * 0.5).round_().add_(4)).clamp_(max=7)
+    """Codes of magnitudes as float32; y is used up (few buffers: they stay in the cache)."""
+    code = (y * 2).round_()
+    torch.minimum(code, y.round().add_(2), out=code)
+    return torch.minimum(code, y.mul_(0.5).round_().add_(4), out=code).clamp_(max=7)
 
 
 def _magnitude(code: Tensor) -> Tensor:
-    return torch.maximum(code * 0.5, torch.maximum(code - 2, (code * 2).sub_(8)))
+    """Values of magnitude codes; code is used up."""
+    value = code * 0.5
+    torch.maximum(value, code - 2, out=value)
+    return torch.maximum(value, code.mul_(2).sub_(8), out=value)

@@ -87,7 +87,7 @@ def dequantize(q: NF4, dtype: torch.dtype = torch.float32) -> Tensor:
     """NF4 -> weight, computed in float32 and cast once."""
     absmax = q.absmax.dequantize() if isinstance(q.absmax, Nested) else q.absmax
     numel = torch.Size(q.shape).numel()
-    values = codebook(q.packed.device)[unpack(q.packed)[:numel].to(torch.int32)]
+    values = codebook(q.packed.device).index_select(0, unpack(q.packed)[:numel].to(torch.int32))
     return (values * absmax.repeat_interleave(q.block)[:numel]).view(q.shape).to(dtype)
 
 
@@ -144,7 +144,8 @@ def _quantize_blocks(blocks: Tensor, method: str, name: str) -> tuple[Tensor, Te
         return (blocks / unit if short else blocks * (1.0 / unit)).clamp_(-1, 1)
 
     def round_trip(scale: Tensor) -> Tensor:
-        return table[_nearest(scaled(scale), table).to(torch.int32)] * scale[:, None]
+        code = _nearest(scaled(scale), table).to(torch.int32)
+        return table.index_select(0, code.flatten()).view(blocks.shape) * scale[:, None]
 
     if method == "mse":
         absmax = search_scales(blocks, absmax, absmax, _candidates(absmax), round_trip)

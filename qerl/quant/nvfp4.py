@@ -22,6 +22,7 @@ __all__ = ["BLOCK", "NVFP4", "dequantize", "global_scale", "pack", "quantize", "
 
 BLOCK = 16
 SCALE_MAX = 448.0  # E4M3's largest value
+ROUNDS_TO_ZERO = 2.0**-10  # half of E4M3's smallest positive value
 ZERO_SCALE = 0.125  # stands in for a scale that rounds to zero
 
 # E4M3 neighbours of the nearest scale that `mse` tries, in steps of its code (8 an octave). +5 is a factor of about
@@ -77,14 +78,13 @@ def quantize(weight: Tensor, method: str = "rtn", global_scale_1: Tensor | None 
 
 def dequantize(q: NVFP4, dtype: torch.dtype = torch.float32) -> Tensor:
     """NVFP4 -> weight [N, K], computed in float32 and cast once."""
-    values = e2m1.decode(unpack(q.packed)).view(-1, BLOCK)
+    values = e2m1.decode_packed(q.packed).view(-1, BLOCK)
     return (values * _step(q.scale.flatten(), q.global_scale)).view(q.shape).to(dtype)
 
 
 def _nearest_scale(absmax: Tensor, global_scale_1: Tensor) -> Tensor:
-    scale = (global_scale_1 * (absmax / e2m1.MAX)).clamp_(max=SCALE_MAX).to(torch.float8_e4m3fn)
-    zero = torch.tensor(ZERO_SCALE, device=scale.device).to(torch.float8_e4m3fn)
-    return torch.where(scale.to(torch.float32) == 0, zero, scale)
+    scale = (global_scale_1 * (absmax / e2m1.MAX)).clamp_(max=SCALE_MAX)
+    return scale.masked_fill_(scale <= ROUNDS_TO_ZERO, ZERO_SCALE).to(torch.float8_e4m3fn)
 
 
 def _neighbours(scale: Tensor) -> Iterator[Tensor]:

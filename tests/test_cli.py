@@ -1,0 +1,92 @@
+"""The command as a person runs it: in a process of its own."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import qerl
+
+
+def qerl_command(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "qerl", *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_random_then_quantize_prints_tables_and_ends_in_json(tmp_path: Path) -> None:
+    made = last_json(qerl_command("random", "tiny", tmp_path / "model"))
+    assert made["parameters"] > 1e6
+    done = qerl_command("quantize", tmp_path / "model", tmp_path / "out", "--method", "rtn", "--ignore", "*.layers.0.*")
+    result = last_json(done)
+    assert result["format"] == "nvfp4"
+    assert result["method"] == "rtn"
+    assert result["bits_per_weight"] == pytest.approx(4.5, abs=0.01)
+    assert result["quantized_layers"] == 21
+    assert "down_proj" in done.stdout
+    assert "quantizing to nvfp4" in done.stderr
+    assert (tmp_path / "out" / "quantize_report.json").exists()
+
+
+def test_a_recipe_and_overrides_reach_quantize_and_flags_win(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "r.yaml").write_text("quantize:\n  format: mxfp4\n  method: rtn\n")
+    source = make_checkpoint()
+    result = last_json(
+        qerl_command("quantize", source, tmp_path / "a", "--recipe", tmp_path / "r.yaml", "quantize.method=mse")
+    )
+    assert (result["format"], result["method"]) == ("mxfp4", "mse")
+    result = last_json(qerl_command("quantize", source, tmp_path / "b", "-r", tmp_path / "r.yaml", "--format", "nf4"))
+    assert (result["format"], result["method"]) == ("nf4", "rtn")
+
+
+QUANTIZE = "quantize {model} {tmp}/out"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("quantize {tmp} {tmp}/out", "no config.json"),
+        ("quantize {model} {model}", "exists"),
+        (f"{QUANTIZE} --format int8", "quantize.format = 'int8' is not usable"),
+        (f"{QUANTIZE} quantize.metod=rtn", "Did you mean quantize.method?"),
+        (f"{QUANTIZE} --device cuda:77", "no device cuda:77"),
+        (f"{QUANTIZE} --method awq --calibration {{tmp}}/t.txt --device cpu", "AWQ needs a GPU"),
+        (f"{QUANTIZE} --method gptq --calibration {{tmp}}/none.txt", "no calibration file"),
+        ("memory gpt-5", "There is no shape 'gpt-5'"),
+    ],
+)
+def test_what_a_user_can_mend_ends_in_one_message(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, line: str, message: str
+) -> None:
+    model = make_checkpoint()
+    done = qerl_command(*line.format(tmp=tmp_path, model=model).split())
+    assert done.returncode == 2
+    assert message in re.sub(r"\s+", " ", done.stderr)
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_prints_resolved_settings_with_help() -> None:
+    done = qerl_command("config", "quantize.method=rtn")
+    assert last_json(done)["quantize.method"] == "rtn"
+    assert "4-bit format" in re.sub(r"[\s│]+", " ", done.stdout)
+
+
+def test_memory_prints_the_papers_table() -> None:
+    result = last_json(qerl_command("memory"))
+    assert result["qwen2.5-7b"]["bf16"] == pytest.approx(15.2, rel=0.02)
+    assert result["qwen2.5-7b"]["nvfp4"] == pytest.approx(5.9, rel=0.02)
+
+
+def test_version_and_help() -> None:
+    assert last_json(qerl_command("--version")) == {"version": qerl.__version__}
+    assert "quantize" in qerl_command("--help").stdout

@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl.config import Config, ConfigError, load_config, settings
+
+
+def test_recipe_then_overrides(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump({"quantize": {"method": "rtn", "format": "mxfp4", "ignore": ["*.0.*"]}}))
+    config = load_config(recipe, ["quantize.format=nf4", "quantize.double_quant=true"]).quantize
+    assert (config.method, config.format, config.double_quant, config.ignore) == ("rtn", "nf4", True, ("*.0.*",))
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "r.yaml") == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("quantize.metod=rtn", "There is no setting quantize.metod. Did you mean quantize.method?"),
+        ("metod=rtn", "Did you mean quantize.method?"),
+        ("quantise.format=nf4", "Did you mean quantize.format?"),
+        ("quantize.calibration.num_sample=3", "Did you mean quantize.calibration.num_samples?"),
+        ("quantize.max_shard_size=big", "quantize.max_shard_size = 'big' is not usable"),
+        ("quantize.max_shard_size=-1", "greater than 0"),
+        ("quantize.format=int4", "'nvfp4', 'mxfp4' or 'nf4'"),
+        ("quantize=3", "quantize = 3 is not usable"),
+        ("quantize.format.x=3", "quantize.format"),
+        ("nonsense", "write key=value"),
+        ("quantize.ignore=[", "is not YAML"),
+    ],
+)
+def test_errors_name_the_key_and_the_remedy(override: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    assert hint in str(error.value)
+
+
+def test_combinations_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="double_quant belongs to nf4"):
+        load_config(None, ["quantize.double_quant=true"])
+    with pytest.raises(ConfigError, match=r"needs calibration text: set calibration\.file"):
+        load_config(None, ["quantize.method=gptq"])
+    with pytest.raises(ConfigError, match="knows nvfp4 and mxfp4, not nf4"):
+        load_config(None, ["quantize.method=awq", "quantize.format=nf4", "quantize.calibration.file=x.txt"])
+
+
+def test_a_broken_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There is no recipe"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"bad\.yaml is not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="key: value"):
+        load_config(tmp_path / "list.yaml")
+
+
+def test_every_setting_has_help_and_settings_are_frozen() -> None:
+    for entry in settings(Config()):
+        assert entry.help.endswith("."), entry.key
+    with pytest.raises(ValueError, match="frozen"):
+        Config().quantize.format = "nf4"  # type: ignore[misc]
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    package = Path(__file__).parent.parent / "qerl"
+    code = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name not in ("config.py", "cli.py"))
+    for entry in settings(Config()):
+        assert f".{entry.key.rpartition('.')[2]}" in code, f"nothing reads {entry.key}"
