@@ -37,6 +37,7 @@ Recipe = Annotated[Path | None, typer.Option("--recipe", "-r", help="YAML file w
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as key=value, by their dotted keys.", show_default=False)
 ]
+Csv = Annotated[Path | None, typer.Option(help="Append the rows to this CSV file, with GPU and commit.")]
 
 
 def main() -> None:
@@ -206,11 +207,15 @@ def bench_quantize(
         Path | None, typer.Option(help="Where to put the models. [default: the temporary folder]")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each; the best counts.", min=1)] = 2,
+    csv: Csv = None,
 ) -> None:
     """qerl's rtn against llm-compressor's data-free NVFP4A16: seconds and peak memory."""
     from qerl.bench.quantize import compare
+    from qerl.bench.results import append_rows
 
     rows = compare(shape, folder, repeats, say)
+    if csv:
+        append_rows(csv, rows)
     table = Table(
         "contender", "seconds", "peak GB", "output GB", title=f"{shape} to NVFP4 on the CPU, folder to folder"
     )

@@ -33,6 +33,7 @@ def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], 
         best = [min(of, key=lambda run: run["seconds"]) for of in runs.values()]
     return [
         {
+            "shape": shape,
             "contender": name,
             "seconds": round(run["seconds"], 3),
             "peak_gb": round(run["peak_bytes"] / 1e9, 3),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# A candidate scale must beat round-to-nearest by more than the rounding error of the float32 sums that compare them
-# (about 1.2e-6 for blocks of 64), so that "never worse" also holds in exact arithmetic.
-MARGIN = 1.0 - 2.0**-16
+# A candidate scale must beat round-to-nearest by more than the rounding error of the differences that are compared
+# (float32, about 2e-7 each), so that "never worse" also holds in exact arithmetic.
+MARGIN = 1.0 - 2.0**-20
 
 
 def to_blocks(weight: Tensor, block: int, name: str) -> Tensor:
@@ -43,20 +43,27 @@ def search_scales(
     absmax: Tensor,
     first: Tensor,
     candidates: Iterable[Tensor],
-    round_trip: Callable[[Tensor], Tensor],
+    step: Callable[[Tensor], Tensor],
+    round_to_grid: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Per block, the candidate scale with the least squared error; `first` (round-to-nearest) unless one beats it.
 
-    blocks [n, block] float32; absmax [n] their largest magnitudes; first [n] and each candidate [n] in the scale's own
-    dtype; `round_trip(scale)` gives the blocks after quantizing with that scale, [n, block] float32.
-    Errors are measured relative to the block's absmax, so neither huge nor tiny weights leave float32's range.
+    blocks [n, block] float32 (magnitudes are enough for a symmetric grid); absmax [n] their largest magnitudes; first
+    [n] and each candidate [n] in the scale's own dtype; step(scale) [n, 1] float32: what one unit of the grid is worth;
+    round_to_grid(x, step) [n, block]: x after quantizing with that step.
+
+    Each block is lifted by a power of two to about 1, which is exact, so that neither huge nor tiny weights leave
+    float32's range when squared. Sums are float64, so that the choice hardly depends on the order of adding. Blocks
+    below 2**-100, where float32 itself becomes coarse, keep `first`.
     """
-    unit = torch.where(absmax > 0, absmax, torch.ones_like(absmax))[:, None]
+    exponent = torch.frexp(absmax).exponent.clamp(min=-120)[:, None]
+    lift = torch.ldexp(torch.ones_like(absmax)[:, None], -exponent)
+    x = blocks * lift
 
     def error(scale: Tensor) -> Tensor:
-        return ((round_trip(scale) - blocks) / unit).square_().sum(-1)
+        return round_to_grid(x, step(scale) * lift).sub_(x).square_().sum(-1, dtype=torch.float64)
 
-    best, least = first, error(first) * MARGIN
+    best, least = first, error(first).mul_(MARGIN).masked_fill_(absmax < 2.0**-100, 0.0)
     for scale in candidates:
         e = error(scale)
         better = e < least

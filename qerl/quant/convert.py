@@ -39,6 +39,7 @@ REPORT = "quantize_report.json"
 RESUME = ".resume"  # inside the partial folder: what a second run needs to go on
 PIECE_CPU = 1 << 18  # elements: large enough that threads seldom wait for Python, small enough for the cache
 PIECE_GPU = 1 << 24
+MOST_WORKERS = 4  # more of them wait for Python's lock; further cores share the operations
 DISK_MARGIN = 64 << 20
 # Files that travel with the weights; weights themselves, indexes, code and the model card do not.
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".py", ".md")
@@ -111,7 +112,10 @@ class _Work:
     ) -> None:
         self.source, self.layout, self.method, self.dtype = source, layout, method, dtype
         self.device, self.on_bytes = device, on_bytes
-        self.piece = PIECE_CPU if device.type == "cpu" else PIECE_GPU
+        cores = len(os.sched_getaffinity(0))
+        self.workers = min(cores, MOST_WORKERS)
+        self.threads = cores // self.workers if device.type == "cpu" else 1
+        self.piece = PIECE_CPU * self.threads if device.type == "cpu" else PIECE_GPU
         self.stop = threading.Event()
 
     def write_shard(self, path: Path, units: tuple[Unit, ...]) -> None:
@@ -120,10 +124,10 @@ class _Work:
         writer = Writer(path, specs)
         errors: list[LayerError] = []
         try:
-            with Reader() as reader, _one_thread_an_operation(self.device):
+            with Reader() as reader, _threads_an_operation(self.threads):
                 for where in self.source.tensors.values():
                     reader.open(where.path)
-                pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
+                pool = ThreadPoolExecutor(max_workers=self.workers)
                 try:
                     jobs = [pool.submit(self.run, unit, reader, writer) for unit in units]
                     wait(jobs, return_when=FIRST_EXCEPTION)
@@ -213,11 +217,10 @@ def _source_nbytes(source: Checkpoint, unit: Unit) -> int:
 
 
 @contextmanager
-def _one_thread_an_operation(device: torch.device) -> Iterator[None]:
-    """The workers are the parallelism: a single operation does not split further."""
+def _threads_an_operation(n: int) -> Iterator[None]:
+    """Workers times threads fill the cores; torch's setting is put back at the end."""
     threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(n)
     try:
         yield
     finally:

@@ -38,9 +38,9 @@ def decode_packed(packed: Tensor) -> Tensor:
     return values.view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
-def round_trip(x: Tensor) -> Tensor:
-    """decode(encode(x)) without the codes in between: float32 x rounded to the E2M1 grid (a zero is +0)."""
-    return _magnitude(_magnitude_code(x.abs())).mul_(x.sign())
+def round_magnitudes(y: Tensor, step: Tensor) -> Tensor:
+    """float32 magnitudes y rounded to the grid of `step`: decode(encode(y / step)) * step."""
+    return _magnitude(_magnitude_code(y / step)).mul_(step)
 
 
 def pack(code: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def quantize(weight: Tensor, method: str = "rtn", name: str = "weight") -> MXFP4
     absmax = block_absmax(blocks, name)
     scale = _nearest_scale(absmax)
     if method == "mse":
-        scale = search_scales(blocks, absmax, scale, _neighbours(scale), lambda s: _round_trip(blocks, _step(s)))
+        scale = search_scales(blocks.abs(), absmax, scale, _neighbours(scale), _step, e2m1.round_magnitudes)
     elif method != "rtn":
         raise ValueError(f"Unknown rounding method {method!r}; MXFP4 knows rtn and mse.")
     code = e2m1.encode(blocks / _step(scale))
@@ -70,7 +70,3 @@ def _step(scale: Tensor) -> Tensor:
     """Biased exponents [n] -> 2**(scale - 127), [n, 1] float32, exact (the byte 0 is the subnormal 2**-127)."""
     bits = torch.where(scale == 0, 1 << 22, scale.to(torch.int32) << 23)
     return bits.to(torch.int32).view(torch.float32)[:, None]
-
-
-def _round_trip(blocks: Tensor, step: Tensor) -> Tensor:
-    return e2m1.round_trip(blocks / step).mul_(step)

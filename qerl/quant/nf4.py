@@ -139,17 +139,16 @@ def _quantize_blocks(blocks: Tensor, method: str, name: str) -> tuple[Tensor, Te
     if short:
         absmax = absmax.clamp(min=SMALLEST_ABSMAX)
 
-    def scaled(scale: Tensor) -> Tensor:
-        unit = scale.clamp(min=SMALLEST_ABSMAX)[:, None]
-        return (blocks / unit if short else blocks * (1.0 / unit)).clamp_(-1, 1)
+    def encode(x: Tensor, step: Tensor) -> Tensor:
+        unit = step.clamp(min=SMALLEST_ABSMAX)
+        return _nearest((x / unit if short else x * (1.0 / unit)).clamp_(-1, 1), table)
 
-    def round_trip(scale: Tensor) -> Tensor:
-        code = _nearest(scaled(scale), table).to(torch.int32)
-        return table.index_select(0, code.flatten()).view(blocks.shape) * scale[:, None]
+    def round_to_grid(x: Tensor, step: Tensor) -> Tensor:
+        return table.index_select(0, encode(x, step).flatten().to(torch.int32)).view(x.shape) * step
 
     if method == "mse":
-        absmax = search_scales(blocks, absmax, absmax, _candidates(absmax), round_trip)
-    return _nearest(scaled(absmax), table), absmax
+        absmax = search_scales(blocks, absmax, absmax, _candidates(absmax), lambda s: s[:, None], round_to_grid)
+    return encode(blocks, absmax[:, None]), absmax
 
 
 def _candidates(absmax: Tensor) -> Iterator[Tensor]:

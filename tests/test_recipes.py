@@ -1,0 +1,18 @@
+from pathlib import Path
+
+import pytest
+
+from qerl.config import load_config
+
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+
+
+def test_there_are_recipes() -> None:
+    assert RECIPES
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads(recipe: Path) -> None:
+    # What a recipe asks its user to give is given here.
+    given = ["quantize.calibration.file=text.jsonl"] if "quantize.calibration.file=" in recipe.read_text() else []
+    load_config(recipe, given)
