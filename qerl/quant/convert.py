@@ -40,6 +40,7 @@ RESUME = ".resume"  # inside the partial folder: what a second run needs to go o
 PIECE_CPU = 1 << 18  # elements: large enough that threads seldom wait for Python, small enough for the cache
 PIECE_GPU = 1 << 24
 MOST_WORKERS = 4  # more of them wait for Python's lock; further cores share the operations
+KEPT_BY_MALLOC = 30 << 20
 DISK_MARGIN = 64 << 20
 # Files that travel with the weights; weights themselves, indexes, code and the model card do not.
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".py", ".md")
@@ -117,6 +118,9 @@ class _Work:
         self.threads = cores // self.workers if device.type == "cpu" else 1
         self.piece = PIECE_CPU * self.threads if device.type == "cpu" else PIECE_GPU
         self.stop = threading.Event()
+        # glibc returns freed pieces to the system at once, and each new one would fault its pages in again, until it
+        # has seen a larger allocation come and go: then it keeps up to twice that size.
+        torch.empty(KEPT_BY_MALLOC, dtype=torch.uint8)
 
     def write_shard(self, path: Path, units: tuple[Unit, ...]) -> None:
         """All units of one shard, then its error sums, then its name: a named shard is complete."""
