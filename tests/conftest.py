@@ -11,6 +11,7 @@ import transformers
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"head_dim": 16, "sliding_window": None}),
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {"tie_word_embeddings": False}),
 }
 

@@ -13,7 +13,7 @@ from qerl.quant.safetensors_io import Spec
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of the Qwen2 form: grouped-query attention with biases on q, k, v; SwiGLU; RMSNorm."""
+    """A decoder with grouped-query attention, SwiGLU and RMSNorm, in the form of one of the families."""
 
     hidden: int
     layers: int
@@ -23,6 +23,8 @@ class Shape:
     vocab: int = 151936
     tied: bool = False
     head_dim: int = 128
+    form: str = "qwen2"  # qwen2: biases on q, k, v; qwen3: norms on q and k; llama and mistral: neither
+    rope_theta: float = 1000000.0
 
     def tensors(self) -> dict[str, Spec]:
         """Every tensor of a bf16 checkpoint by its name in transformers."""
@@ -30,13 +32,13 @@ class Shape:
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
         for i in range(self.layers):
             at = f"model.layers.{i}"
+            for name, outputs in (("q", q), ("k", kv), ("v", kv)):
+                shapes[f"{at}.self_attn.{name}_proj.weight"] = (outputs, self.hidden)
+                if self.form == "qwen2":
+                    shapes[f"{at}.self_attn.{name}_proj.bias"] = (outputs,)
+            if self.form == "qwen3":
+                shapes |= {f"{at}.self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
             shapes |= {
-                f"{at}.self_attn.q_proj.weight": (q, self.hidden),
-                f"{at}.self_attn.q_proj.bias": (q,),
-                f"{at}.self_attn.k_proj.weight": (kv, self.hidden),
-                f"{at}.self_attn.k_proj.bias": (kv,),
-                f"{at}.self_attn.v_proj.weight": (kv, self.hidden),
-                f"{at}.self_attn.v_proj.bias": (kv,),
                 f"{at}.self_attn.o_proj.weight": (self.hidden, q),
                 f"{at}.mlp.gate_proj.weight": (self.intermediate, self.hidden),
                 f"{at}.mlp.up_proj.weight": (self.intermediate, self.hidden),
@@ -52,9 +54,10 @@ class Shape:
     def config(self) -> dict[str, Any]:
         """config.json for transformers."""
         return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
+            "architectures": [f"{self.form.capitalize()}ForCausalLM"],
+            "model_type": self.form,
             "dtype": "bfloat16",
+            "head_dim": self.head_dim,
             "hidden_act": "silu",
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -63,7 +66,8 @@ class Shape:
             "num_hidden_layers": self.layers,
             "num_key_value_heads": self.kv_heads,
             "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
+            "rope_theta": self.rope_theta,
+            "sliding_window": None,
             "tie_word_embeddings": self.tied,
             "vocab_size": self.vocab,
         }
@@ -77,6 +81,11 @@ SHAPES = {
     "qwen2.5-7b": Shape(3584, 28, 18944, 28, 4, vocab=152064),
     "qwen2.5-14b": Shape(5120, 48, 13824, 40, 8, vocab=152064),
     "qwen2.5-32b": Shape(5120, 64, 27648, 40, 8, vocab=152064),
+    "qwen3-4b": Shape(2560, 36, 9728, 32, 8, tied=True, form="qwen3"),
+    "qwen3-8b": Shape(4096, 36, 12288, 32, 8, form="qwen3"),
+    "llama-3.1-8b": Shape(4096, 32, 14336, 32, 8, vocab=128256, form="llama", rope_theta=500000.0),
+    "mistral-7b": Shape(4096, 32, 14336, 32, 8, vocab=32768, form="mistral"),
+    "smollm2-135m": Shape(576, 30, 1536, 9, 3, vocab=49152, tied=True, head_dim=64, form="llama", rope_theta=100000.0),
 }
 
 

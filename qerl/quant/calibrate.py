@@ -17,11 +17,7 @@ import torch
 
 from qerl.quant.checkpoint import Checkpoint
 from qerl.quant.convert import REPORT, copy_companions, partial_folder
-from qerl.quant.layout import Layout, Quantized
-from qerl.quant.mxfp4 import MXFP4
-from qerl.quant.mxfp4 import dequantize as dequantize_mxfp4
-from qerl.quant.nvfp4 import NVFP4
-from qerl.quant.nvfp4 import dequantize as dequantize_nvfp4
+from qerl.quant.layout import Layout, dequantize
 from qerl.quant.plan import Plan
 from qerl.quant.report import LayerError, Report
 
@@ -151,10 +147,5 @@ def _layer_errors(source: Checkpoint, result: Checkpoint, compare: bool) -> Iter
         stored = sum(w.spec.nbytes for name, w in result.tensors.items() if name.startswith(f"{module}.weight"))
         error = None
         if compare:
-            error = float((_dequantize(result.read_quantized(module)) - before).square().sum())
+            error = float((dequantize(result.read_quantized(module)) - before).square().sum())
         yield LayerError(module, before.numel(), stored, error, float(before.square().sum()))
-
-
-def _dequantize(q: Quantized) -> torch.Tensor:
-    assert isinstance(q, NVFP4 | MXFP4)
-    return dequantize_nvfp4(q) if isinstance(q, NVFP4) else dequantize_mxfp4(q)

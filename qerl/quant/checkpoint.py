@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qerl.quant.layout import Quantized, layout_of
@@ -53,10 +54,12 @@ class Checkpoint:
         mark = ".weight.quant_state.bitsandbytes__nf4" if layout.format == "nf4" else ".weight_packed"
         return [name.removesuffix(mark) for name in self.tensors if name.endswith(mark)]
 
-    def read_quantized(self, module: str) -> Quantized:
+    def read_quantized(self, module: str, device: torch.device | str = "cpu") -> Quantized:
         """The quantized weight of a module ("model.layers.0.self_attn.q_proj")."""
         layout = layout_of(self.config["quantization_config"])
-        return layout.decode(lambda suffix: self.read(module + suffix), lambda suffix: module + suffix in self.tensors)
+        return layout.decode(
+            lambda suffix: self.read(module + suffix).to(device), lambda suffix: module + suffix in self.tensors
+        )
 
 
 def resolve(model: str) -> Path:

@@ -72,8 +72,7 @@ def convert(
     if out.exists():
         raise ValueError(f"{out} exists. Name a new folder, or remove it first.")
     started = time.monotonic()
-    fingerprint = _fingerprint(source, layout, plan, method)
-    with _claimed(partial_folder(out), fingerprint, say) as partial:
+    with _claimed(partial_folder(out), fingerprint(source, layout, plan, method), say) as partial:
         finished = [i for i in range(len(plan.shards)) if (partial / plan.shard_name(i)).exists()]
         if finished:
             say(f"Resuming: {len(finished)} of {len(plan.shards)} shards are finished in {partial}.")
@@ -232,7 +231,7 @@ def _threads_an_operation(n: int) -> Iterator[None]:
 
 
 @contextmanager
-def _claimed(partial: Path, fingerprint: str, say: Callable[[str], None]) -> Iterator[Path]:
+def _claimed(partial: Path, identity: str, say: Callable[[str], None]) -> Iterator[Path]:
     """The partial folder, locked against a second process; emptied if it belongs to other settings."""
     try:
         (partial / RESUME).mkdir(parents=True, exist_ok=True)
@@ -245,13 +244,13 @@ def _claimed(partial: Path, fingerprint: str, say: Callable[[str], None]) -> Ite
         except BlockingIOError as error:
             raise ValueError(f"Another process is writing {partial}. Wait for it, or name another OUT.") from error
         mark = partial / RESUME / "fingerprint"
-        if not mark.exists() or mark.read_text() != fingerprint:
+        if not mark.exists() or mark.read_text() != identity:
             leftovers = list(partial.glob("model-*"))
             if leftovers:
                 say(f"{partial} was begun from another source or other settings: starting over.")
             for path in leftovers:
                 path.unlink()
-            mark.write_text(fingerprint)
+            mark.write_text(identity)
         for path in partial.glob("*.writing"):
             path.unlink()
         yield partial
@@ -259,7 +258,7 @@ def _claimed(partial: Path, fingerprint: str, say: Callable[[str], None]) -> Ite
         os.close(lock)
 
 
-def _fingerprint(source: Checkpoint, layout: Layout, plan: Plan, method: str) -> str:
+def fingerprint(source: Checkpoint, layout: Layout, plan: Plan, method: str) -> str:
     """Changes whenever a finished shard could not be reused."""
     files = sorted({where.path for where in source.tensors.values()})
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]

@@ -21,6 +21,38 @@ from qerl.quant.safetensors_io import Spec
 Quantized = NVFP4 | MXFP4 | NF4
 
 
+# Elements that are dequantized at a time: float32 temporaries take some ten times as many bytes.
+DEQUANTIZE_CPU, DEQUANTIZE_GPU = 1 << 19, 1 << 26
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A quantized weight of any format -> [N, K]."""
+    out = torch.empty(q.shape, dtype=dtype, device=q.packed.device)
+    dequantize_into(q, out)
+    return out
+
+
+def dequantize_into(q: Quantized, out_NK: Tensor) -> None:
+    """The same into a tensor that is there, some rows at a time."""
+    rows = max(1, (DEQUANTIZE_GPU if out_NK.is_cuda else DEQUANTIZE_CPU) // out_NK.shape[1])
+    for start in range(0, out_NK.shape[0], rows):
+        part = out_NK[start : start + rows]
+        part.copy_(_dequantize_rows(q, start, start + len(part)))
+
+
+def _dequantize_rows(q: Quantized, start: int, end: int) -> Tensor:
+    if isinstance(q, NVFP4):
+        return nvfp4.dequantize(NVFP4(q.packed[start:end], q.scale[start:end], q.global_scale))
+    if isinstance(q, MXFP4):
+        return mxfp4.dequantize(MXFP4(q.packed[start:end], q.scale[start:end]))
+    k = q.shape[1]
+    if k % (2 * q.block):  # blocks or bytes straddle rows
+        return nf4.dequantize(q)[start:end]
+    absmax = q.absmax.dequantize() if isinstance(q.absmax, nf4.Nested) else q.absmax
+    blocks = absmax[start * k // q.block : end * k // q.block]
+    return nf4.dequantize(NF4(q.packed[start * k // 2 : end * k // 2], blocks, (end - start, k), q.block))
+
+
 class Encoder(ABC):
     """Encodes one weight piece by piece. `add` returns what the piece adds to each tensor of the file and the piece as
     it will be read back; `finish` returns what only the end knows."""
@@ -182,7 +214,7 @@ class NF4Layout(Layout):
                 stored,
                 read(".weight.nested_absmax"),
                 read(".weight.nested_quant_map"),
-                torch.tensor(state["nested_offset"], dtype=torch.float32),
+                torch.tensor(state["nested_offset"], dtype=torch.float32, device=stored.device),
             )
         return NF4(read(".weight").flatten(), absmax, tuple(state["shape"]), state["blocksize"])
 

@@ -19,10 +19,10 @@ from qerl.errors import Interrupted
 from qerl.model.random_checkpoint import write_random_checkpoint
 from qerl.model.shapes import SHAPES, Shape
 from qerl.quant import convert as convert_module
-from qerl.quant import mxfp4, nf4, nvfp4
+from qerl.quant import nvfp4
 from qerl.quant.checkpoint import Checkpoint
 from qerl.quant.convert import convert
-from qerl.quant.layout import Quantized, layout_for
+from qerl.quant.layout import dequantize, layout_for
 from qerl.quant.plan import make_plan
 from qerl.quant.report import Report, relative_error
 
@@ -42,12 +42,6 @@ def run(
     with Checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, layout, ignore, int(shard_gb * 1e9))
         return convert(checkpoint, out, layout, plan, method, device, **callbacks)
-
-
-def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    if isinstance(q, nvfp4.NVFP4):
-        return nvfp4.dequantize(q, dtype)
-    return mxfp4.dequantize(q, dtype) if isinstance(q, mxfp4.MXFP4) else nf4.dequantize(q, dtype)
 
 
 def our_dequantized_model(source: Path, out: Path) -> transformers.PreTrainedModel:

@@ -1,0 +1,87 @@
+"""Log-probability of target tokens, and entropy, straight from hidden states: the logits never exist as a whole.
+
+    z_t = h_t W^T / temperature      logp_t = z_t[target_t] - logsumexp(z_t)      H_t = logsumexp(z_t) - sum_v p_tv z_tv
+
+Tokens go through in chunks. The forward keeps logsumexp, a float a token; the backward forms each chunk's logits again.
+Logits are float32, also where hidden states and head are bf16. Entropy has no gradient: it is a measurement.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES = 256 << 20  # float32 logits that exist at a time
+
+
+def logprob(
+    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """hidden_TD and head_VD of one dtype, targets_T int64 -> logp_T and entropy_T, float32.
+
+    Gradients reach hidden_TD and, where it requires them, head_VD. chunk: tokens at a time; by default CHUNK_BYTES.
+    """
+    if temperature <= 0:
+        raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
+    size = chunk or max(1, CHUNK_BYTES // (4 * head_VD.shape[0]))
+    logp_T, entropy_T = _LogProb.apply(hidden_TD, head_VD, targets_T, temperature, size)  # type: ignore[no-untyped-call]
+    return logp_T, entropy_T
+
+
+def logprob_reference(
+    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The same from whole logits, for tests."""
+    logits_TV = float32_product(hidden_TD, head_VD) / temperature
+    logp_TV = torch.log_softmax(logits_TV, dim=-1)
+    return logp_TV.gather(1, targets_T[:, None])[:, 0], -(logp_TV.exp() * logp_TV).sum(-1)
+
+
+def float32_product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """a b^T in float32; 16-bit factors are accumulated and kept in float32."""
+    if a_MK.dtype == torch.float32:
+        return a_MK @ b_NK.t()
+    if a_MK.is_cuda:
+        return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32)
+    return a_MK.to(torch.float32) @ b_NK.to(torch.float32).t()
+
+
+class _LogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        logp_T = hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32)
+        entropy_T, lse_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+        for start in range(0, len(hidden_TD), chunk):
+            at = slice(start, start + chunk)
+            logits_CV = float32_product(hidden_TD[at], head_VD).div_(temperature)
+            chosen_C = logits_CV.gather(1, targets_T[at, None])[:, 0]
+            lse_T[at] = torch.logsumexp(logits_CV, dim=-1)
+            logp_T[at] = chosen_C - lse_T[at]
+            p_CV = (logits_CV - lse_T[at, None]).exp_()
+            entropy_T[at] = lse_T[at] - p_CV.mul_(logits_CV).sum(-1)
+        ctx.save_for_backward(hidden_TD, head_VD, targets_T, lse_T)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropy_T)
+        return logp_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        dlogp_T = grads[0]
+        hidden_TD, head_VD, targets_T, lse_T = ctx.saved_tensors
+        dhidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(hidden_TD), ctx.chunk):
+            at = slice(start, start + ctx.chunk)
+            scaled_C = dlogp_T[at, None] / ctx.temperature
+            # d logp / d logits = onehot(target) - p
+            dlogits_CV = float32_product(hidden_TD[at], head_VD).div_(ctx.temperature)
+            dlogits_CV.sub_(lse_T[at, None]).exp_().mul_(-scaled_C)
+            dlogits_CV.scatter_add_(1, targets_T[at, None], scaled_C)
+            low_CV = dlogits_CV.to(head_VD.dtype)
+            if dhidden_TD is not None:
+                dhidden_TD[at] = low_CV @ head_VD
+            if dhead_VD is not None:
+                dhead_VD += float32_product(low_CV.t(), hidden_TD[at].t())
+        return dhidden_TD, None if dhead_VD is None else dhead_VD.to(head_VD.dtype), None, None, None

@@ -1,0 +1,102 @@
+"""The one model definition: the trainer and the sampler hold the same `Decoder` and differ only in attention.
+
+Forwards run over packed tokens. What a forward applies (adapter, noise) and how it attends are arguments.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qerl.kernels.attention import packed_attention
+from qerl.kernels.logprob import float32_product, logprob
+from qerl.kernels.rope import rope_frequencies, rope_tables
+from qerl.model.architecture import Architecture
+from qerl.model.layers import Attend, Block, DenseWeight, Mode, RMSNorm
+from qerl.model.packing import Packed
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model on 16-bit or 4-bit weights."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        embedding: DenseWeight,
+        blocks: list[Block],
+        norm: RMSNorm,
+        head: DenseWeight | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.arch, self.dtype, self.device = arch, dtype, device
+        self.embedding, self.blocks, self.norm = embedding, nn.ModuleList(blocks), norm
+        self.untied_head = head
+        frequencies, self.rope_factor = rope_frequencies(arch.head_dim, arch.rope, arch.max_positions)
+        self.rope_frequencies = frequencies.to(device)
+        self.adapter_enabled = True
+
+    @property
+    def head(self) -> DenseWeight:
+        return self.embedding if self.untied_head is None else self.untied_head
+
+    def forward(self, packed: Packed, noise: bool = False, recompute: bool = False) -> Tensor:
+        """Hidden states after the final norm, [T, D]. recompute: keep only each block's input for the backward pass."""
+
+        def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+            return packed_attention(q_THd, k_TGd, v_TGd, packed.bounds_S1, packed.lengths, self.arch.windows[layer])
+
+        return self.run(packed.ids_T, packed.positions_T, attend, noise, recompute)
+
+    def run(
+        self, ids_T: Tensor, positions_T: Tensor, attend: Attend, noise: bool = False, recompute: bool = False
+    ) -> Tensor:
+        """The same with any attention: ids_T and positions_T int64 -> [T, D]."""
+        mode = Mode(self.adapter_enabled, noise)
+        x_TD = F.embedding(ids_T, self.embedding.read())
+        cos, sin = rope_tables(positions_T, self.rope_frequencies, self.rope_factor, self.dtype)
+        for block in self.blocks:
+            if recompute and torch.is_grad_enabled():
+                x_TD = checkpoint(block, x_TD, cos, sin, attend, mode, use_reentrant=False)
+            else:
+                x_TD = block(x_TD, cos, sin, attend, mode)
+        out: Tensor = self.norm(x_TD, mode)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, D] -> float32 [N, V]."""
+        return float32_product(hidden, self.head.read())
+
+    def logprobs(self, hidden_ND: Tensor, targets_N: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """log p of the targets and entropy, [N] each, without ever holding all logits."""
+        return logprob(hidden_ND, self.head.read(), targets_N, temperature)
+
+    @contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """Inside, forwards give the reference policy: no LoRA, the norms' original gains."""
+        before, self.adapter_enabled = self.adapter_enabled, False
+        try:
+            yield
+        finally:
+            self.adapter_enabled = before
+
+    def train_in_full(self) -> None:
+        """Every weight becomes trained: full-parameter training, on a 16-bit base without LoRA."""
+        from qerl.model.layers import Projection, QuantizedWeight
+
+        if any(isinstance(module, QuantizedWeight) for module in self.modules()):
+            raise ValueError("Full training needs a 16-bit base: load with base='bf16'.")
+        if any(module.lora for module in self.modules() if isinstance(module, Projection)):
+            raise ValueError("Full training and LoRA exclude each other: load the model without an adapter.")
+        for module in list(self.modules()):
+            if isinstance(module, Projection):
+                module.train_in_full()
+            elif isinstance(module, RMSNorm):
+                module.train_gain()
+        self.embedding.train_in_full()
+        if self.untied_head is not None:
+            self.untied_head.train_in_full()

@@ -1,0 +1,192 @@
+"""The parts of the decoder: weights (dense or 4-bit), projections with LoRA, norms with noise, and their block."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qerl.kernels.quant_linear import quant_linear
+from qerl.kernels.rms_norm import rms_norm
+from qerl.kernels.rope import rope
+from qerl.kernels.swiglu import swiglu
+from qerl.model.architecture import QKV, Architecture
+from qerl.model.trained import Trained
+from qerl.quant.layout import Quantized, dequantize_into
+
+# attend(layer, q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]. Packed sequences and a paged cache bring their own.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a forward applies."""
+
+    adapter: bool = True  # LoRA and trained norms; off, the model is the reference policy
+    noise: bool = False  # noise beside the norms' gains
+
+
+class DenseWeight(nn.Module):
+    """A weight [N, K] in the compute dtype; frozen, or trained in full."""
+
+    value: Tensor | None
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+        self.trained: Trained | None = None
+
+    def read(self) -> Tensor:
+        if self.trained is not None:
+            return self.trained.read()
+        assert self.value is not None
+        return self.value
+
+    def train_in_full(self) -> None:
+        assert self.value is not None
+        self.trained = Trained(self.value, self.value.dtype)
+        self.value = None
+
+    def linear(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.read())
+
+
+class QuantizedWeight(nn.Module):
+    """Frozen matrices in 4 bits, fused along N; each part keeps its own scales, and may be dense (an ignored layer).
+
+    On a CPU, which has no kernel for 4 bits, a dequantized copy is kept.
+    """
+
+    def __init__(self, parts: list[Quantized | Tensor], dtype: torch.dtype, keep_copy: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        self.kept = self.dense(dtype) if keep_copy else None
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The whole matrix [N, K], dequantized."""
+        shapes = [part.shape for part in self.parts]
+        first = self.parts[0] if isinstance(self.parts[0], Tensor) else self.parts[0].packed
+        whole = torch.empty(sum(n for n, _ in shapes), shapes[0][1], dtype=dtype, device=first.device)
+        start = 0
+        for part, (rows, _) in zip(self.parts, shapes, strict=True):
+            into = whole[start : start + rows]
+            into.copy_(part) if isinstance(part, Tensor) else dequantize_into(part, into)
+            start += rows
+        return whole
+
+    def linear(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.kept) if self.kept is not None else quant_linear(x, self.dense)
+
+
+Weight = DenseWeight | QuantizedWeight
+
+
+class Lora(nn.Module):
+    """delta = scale * B (A x) for one projection; A [r, K], B [N, r]."""
+
+    def __init__(self, a_RK: Tensor, b_NR: Tensor, scale: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = Trained(a_RK, dtype), Trained(b_NR, dtype), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.a.read()), self.b.read()) * self.scale
+
+
+class Projection(nn.Module):
+    """One or several linear layers over the same input, fused along N; LoRA stays apart for each of them."""
+
+    bias: Tensor | None
+
+    def __init__(self, parts: tuple[str, ...], sizes: tuple[int, ...], weight: Weight, bias: Tensor | None) -> None:
+        super().__init__()
+        self.parts, self.sizes, self.weight, self.bias = parts, sizes, weight, bias
+        self.trained_bias: Trained | None = None
+        self.lora = nn.ModuleDict()
+
+    def forward(self, x: Tensor, mode: Mode) -> Tensor:
+        y = self.weight.linear(x)
+        bias = self.bias if self.trained_bias is None else self.trained_bias.read()
+        if bias is not None:
+            y = y + bias
+        if mode.adapter and self.lora:
+            y = y + self._lora(x)
+        return y
+
+    def _lora(self, x: Tensor) -> Tensor:
+        deltas = [
+            self.lora[part](x) if part in self.lora else x.new_zeros(*x.shape[:-1], size)
+            for part, size in zip(self.parts, self.sizes, strict=True)
+        ]
+        return deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1)
+
+    def train_in_full(self) -> None:
+        assert isinstance(self.weight, DenseWeight), "only a 16-bit base can be trained in full"
+        self.weight.train_in_full()
+        if self.bias is not None:
+            self.trained_bias, self.bias = Trained(self.bias, self.bias.dtype), None
+
+
+class RMSNorm(nn.Module):
+    """A norm whose gain is float32; it may be trained, and may take noise (a buffer beside the gain)."""
+
+    def __init__(self, weight_D: Tensor, eps: float, takes_noise: bool = False) -> None:
+        super().__init__()
+        self.weight_D, self.eps = weight_D.to(torch.float32), eps
+        self.trained: nn.Parameter | None = None
+        self.noise_D = torch.zeros_like(self.weight_D) if takes_noise else None
+
+    def forward(self, x: Tensor, mode: Mode) -> Tensor:
+        weight_D = self.trained if self.trained is not None and mode.adapter else self.weight_D
+        return rms_norm(x, weight_D, self.eps, self.noise_D if mode.noise else None)
+
+    def train_gain(self) -> None:
+        """The arithmetic is float32 anyway, so forwards read the trained gain itself."""
+        self.trained = nn.Parameter(self.weight_D.clone())
+
+
+class Attention(nn.Module):
+    def __init__(
+        self,
+        arch: Architecture,
+        layer: int,
+        qkv: Projection,
+        o: Projection,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+    ) -> None:
+        super().__init__()
+        self.arch, self.layer, self.qkv, self.o, self.q_norm, self.k_norm = arch, layer, qkv, o, q_norm, k_norm
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mode: Mode) -> Tensor:
+        q, k, v = self.qkv(x_TD, mode).split([self.arch.outputs(name) for name in QKV], dim=-1)
+        q_THd, k_TGd, v_TGd = (part.unflatten(-1, (-1, self.arch.head_dim)) for part in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THd, k_TGd = self.q_norm(q_THd, mode), self.k_norm(k_TGd, mode)
+        out = attend(self.layer, rope(q_THd, cos, sin), rope(k_TGd, cos, sin), v_TGd)
+        projected: Tensor = self.o(out.flatten(-2), mode)
+        return projected
+
+
+class Mlp(nn.Module):
+    def __init__(self, gate_up: Projection, down: Projection) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, x_TD: Tensor, mode: Mode) -> Tensor:
+        out: Tensor = self.down(swiglu(self.gate_up(x_TD, mode)), mode)
+        return out
+
+
+class Block(nn.Module):
+    """A decoder block. Only these two norms take noise: the first feeds q, k, v, the second gate and up."""
+
+    def __init__(self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, mlp: Mlp) -> None:
+        super().__init__()
+        self.input_norm, self.attention = input_norm, attention
+        self.post_attention_norm, self.mlp = post_attention_norm, mlp
+
+    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mode: Mode) -> Tensor:
+        x_TD = x_TD + self.attention(self.input_norm(x_TD, mode), cos, sin, attend, mode)
+        out: Tensor = x_TD + self.mlp(self.post_attention_norm(x_TD, mode), mode)
+        return out
