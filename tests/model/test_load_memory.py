@@ -55,6 +55,5 @@ def test_loading_to_the_gpu_takes_the_packed_model_and_at_most_one_layer_more(tm
     model = load(str(tmp_path / base), base=base, device="cuda")
     taken = torch.cuda.max_memory_allocated() - before
     nbytes = Checkpoint(tmp_path / base).nbytes
-    print(f"{base}: {nbytes / 1e6:.1f} MB on disk, {taken / 1e6:.1f} MB at most while loading")
     assert 0.9 * nbytes < taken < nbytes + LAYER
     assert model.arch.layers == 6
