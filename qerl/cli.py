@@ -96,11 +96,11 @@ def quantize(
     out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
     overrides: Overrides = None,
     recipe: Recipe = None,
-    format: Annotated[str | None, typer.Option(help="nvfp4, mxfp4 or nf4. [default: nvfp4]")] = None,
-    method: Annotated[str | None, typer.Option(help="rtn, mse, awq or gptq. [default: mse]")] = None,
+    format: Annotated[str | None, typer.Option(help="nvfp4, mxfp4 or nf4.", show_default="nvfp4")] = None,
+    method: Annotated[str | None, typer.Option(help="rtn, mse, awq or gptq.", show_default="mse")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Leave these linear layers in 16 bits; may repeat.")] = None,
     double_quant: Annotated[bool, typer.Option("--double-quant", help="nf4: store absmax in 8 bits.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto. [default: auto]")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto.", show_default="auto")] = None,
     calibration: Annotated[Path | None, typer.Option(help="Text for awq and gptq (JSONL or plain).")] = None,
 ) -> None:
     """Turn a 16-bit checkpoint into a 4-bit one.
@@ -112,11 +112,14 @@ def quantize(
 
     words = [f"quantize.ignore={json.dumps(ignore)}"] if ignore else []
     flags = {"format": format, "method": method, "device": device, "calibration.file": calibration}
-    words += [f"quantize.{key}={value}" for key, value in flags.items() if value is not None]
+    words += [f"quantize.{key}={json.dumps(str(value))}" for key, value in flags.items() if value is not None]
     words += ["quantize.double_quant=true"] if double_quant else []
     config = load_config(recipe, [*(overrides or []), *words]).quantize
-    with byte_progress(f"quantizing to {config.format}") as (on_plan, on_bytes):
-        report = tool.quantize(model, out, config, on_plan, on_bytes, say)
+    if config.method in ("awq", "gptq"):  # llm-compressor shows progress of its own
+        report = tool.quantize(model, out, config, say=say)
+    else:
+        with byte_progress(f"quantizing to {config.format}") as (on_plan, on_bytes):
+            report = tool.quantize(model, out, config, on_plan, on_bytes, say)
     _show_report(report)
     finish(report.summary() | {"out": out})
 
@@ -160,7 +163,7 @@ def config(overrides: Overrides = None, recipe: Recipe = None) -> None:
 @app.command()
 def memory(
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="Model shapes. [default: qwen2.5 3b, 7b, 14b, 32b]")
+        list[str] | None, typer.Argument(help="Model shapes.", show_default="qwen2.5-3b, 7b, 14b, 32b")
     ] = None,
 ) -> None:
     """What the weights of a model take in each format, from its shape alone."""
@@ -204,7 +207,7 @@ def random(
 def bench_quantize(
     shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-0.5b",
     folder: Annotated[
-        Path | None, typer.Option(help="Where to put the models. [default: the temporary folder]")
+        Path | None, typer.Option(help="Where to put the models.", show_default="the temporary folder")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each; the best counts.", min=1)] = 2,
     csv: Csv = None,
@@ -216,11 +219,10 @@ def bench_quantize(
     rows = compare(shape, folder, repeats, say)
     if csv:
         append_rows(csv, rows)
-    table = Table(
-        "contender", "seconds", "peak GB", "output GB", title=f"{shape} to NVFP4 on the CPU, folder to folder"
-    )
+    columns = ("contender", "cores", "seconds", "gb_per_s", "peak_gb", "output_gb")
+    table = Table(*columns, title=f"{shape} to NVFP4 on the CPU, folder to folder")
     for row in rows:
-        table.add_row(row["contender"], f"{row['seconds']:.2f}", f"{row['peak_gb']:.2f}", f"{row['output_gb']:.3f}")
+        table.add_row(*(str(row[column]) for column in columns))
     screen.print(table)
     ours, theirs = rows
     finish(

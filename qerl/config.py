@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 Format = Literal["nvfp4", "mxfp4", "nf4"]
 Method = Literal["rtn", "mse", "awq", "gptq"]
@@ -21,13 +21,21 @@ class ConfigError(ValueError):
     """A setting that can't be used; the message names it and what to write instead."""
 
 
-def setting(default: Any, help: str, unit: str = "", **limits: Any) -> Any:
-    """A field with its help and unit (empty for names, switches and counts that need none)."""
+def setting(default: Any, help: str, unit: str, **limits: Any) -> Any:
+    """A field with its help and unit ("name" and "true/false" for what has none)."""
     return Field(default, description=help, json_schema_extra={"unit": unit}, **limits)
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation in (int, float, str):
+            raise ValueError(f"{value!r} is true/false, where a {field.annotation.__name__} belongs.")
+        return value
 
 
 class CalibrationConfig(Section):
@@ -43,16 +51,20 @@ class CalibrationConfig(Section):
 class QuantizeConfig(Section):
     """How 16-bit weights become 4-bit ones."""
 
-    format: Format = setting("nvfp4", "4-bit format: nvfp4, mxfp4 or nf4.")
+    format: Format = setting("nvfp4", "4-bit format: nvfp4, mxfp4 or nf4.", "name")
     method: Method = setting(
-        "mse", "Rounding: rtn (nearest), mse (best scale a block), awq or gptq (llm-compressor, calibration text)."
+        "mse",
+        "Rounding: rtn (nearest), mse (best scale a block), awq or gptq (llm-compressor, calibration text).",
+        "name",
     )
-    double_quant: bool = setting(False, "nf4 only: store the blocks' absmax in 8 bits as well.")
+    double_quant: bool = setting(False, "nf4 only: store the blocks' absmax in 8 bits as well.", "true/false")
     ignore: tuple[str, ...] = setting(
         (), "Linear layers left in 16 bits besides the head: names, shell patterns, or re:expressions.", "patterns"
     )
-    device: str = setting("auto", "Where to compute: cpu, cuda, cuda:1, or auto (a GPU if there is one).")
-    max_shard_size: float = setting(2.0, "Largest output file; a finished one survives an interruption.", "GB", gt=0)
+    device: str = setting("auto", "Where to compute: cpu, cuda, cuda:1, or auto (a GPU if there is one).", "name")
+    max_shard_size: float = setting(
+        2.0, "Largest output file; a finished one survives an interruption.", "GB", gt=0, le=1000
+    )
     calibration: CalibrationConfig = CalibrationConfig()
 
     @model_validator(mode="after")
@@ -104,7 +116,7 @@ def load_config(recipe: Path | None = None, overrides: Iterable[str] = ()) -> Co
 def build_config(values: dict[str, Any]) -> Config:
     """A checked Config from nested values."""
     try:
-        return Config.model_validate(values)
+        return Config.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
 
@@ -142,7 +154,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 def _put(values: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for depth, name in enumerate(sections):
-        inner = values.setdefault(name, {})
+        inner = values[name] = {} if values.get(name) is None else values[name]  # an empty section reads as null
         if not isinstance(inner, dict):
             raise ConfigError(f"{key} can't be set: {'.'.join(sections[: depth + 1])} is a value, not a section.")
         values = inner

@@ -25,6 +25,8 @@ class Metrics:
         """
         if step < self._last:
             raise ValueError(f"Metrics of step {step} come after step {self._last} in {self.path}.")
+        if clash := {"step", "time"} & values.keys():
+            raise ValueError(f"Metrics can't be named {', '.join(sorted(clash))}: every line has those already.")
         line = {"step": step, "time": round(time.time(), 3)} | {
             key: _plain(key, value) for key, value in values.items()
         }

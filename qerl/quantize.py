@@ -10,7 +10,8 @@ from qerl.quant import calibrate
 from qerl.quant.checkpoint import Checkpoint, resolve
 from qerl.quant.convert import convert
 from qerl.quant.layout import layout_for
-from qerl.quant.plan import make_plan
+from qerl.quant.partial import require_new
+from qerl.quant.plan import make_plan, skeleton
 from qerl.quant.report import Report
 
 
@@ -27,31 +28,21 @@ def quantize(
     on_plan learns the source's bytes once everything is checked, on_bytes each finished piece, say a line now and then.
     """
     out = out.expanduser().absolute()
-    if out.exists():
-        raise ValueError(f"{out} exists. Name a new folder, or remove it first.")
+    require_new(out)
     device = resolve_device(settings.device)
     calibrated = settings.method in ("awq", "gptq")
     if calibrated:
         calibrate.require(settings.method, device, settings.calibration.file)
-    with Checkpoint(resolve(model)) as source:
+    with Checkpoint(resolve(model, check=skeleton)) as source:
         layout = layout_for(settings.format, settings.double_quant)
         plan = make_plan(source, layout, settings.ignore, int(settings.max_shard_size * 1e9))
         on_plan(source.nbytes)
         if calibrated:
-            assert settings.calibration.file is not None
-            return calibrate.calibrate(
-                source,
-                out,
-                layout,
-                plan,
-                settings.method,
-                device,
-                settings.calibration.file,
-                settings.calibration.num_samples,
-                settings.calibration.max_seq_length,
-                settings.max_shard_size,
-                say,
-            )
+            asked = settings.calibration
+            assert asked.file is not None, "checked by the config"
+            text = calibrate.CalibrationText(asked.file, asked.num_samples, asked.max_seq_length)
+            shard_gb = settings.max_shard_size
+            return calibrate.calibrate(source, out, layout, plan, settings.method, device, text, shard_gb, say)
         return convert(source, out, layout, plan, settings.method, device, on_bytes, say)
 
 
@@ -63,6 +54,8 @@ def resolve_device(name: str) -> str:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"{name!r} is not a device; write cpu, cuda, cuda:1 or auto.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"qerl computes on cpu or cuda, not on {name!r}.")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(f"This machine has no device {name} ({torch.cuda.device_count()} GPUs). Use --device cpu.")
     return name

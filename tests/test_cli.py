@@ -2,14 +2,18 @@
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import qerl
+from qerl.model.random_checkpoint import write_random_checkpoint
+from qerl.model.shapes import Shape
 
 
 def qerl_command(*words: object) -> subprocess.CompletedProcess[str]:
@@ -73,6 +77,26 @@ def test_what_a_user_can_mend_ends_in_one_message(
     assert message in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_with_a_message_and_the_command_can_be_repeated(tmp_path: Path, number: signal.Signals) -> None:
+    write_random_checkpoint(Shape(1024, 4, 4096, 16, 4, vocab=1024, tied=True, head_dim=64), tmp_path / "model")
+    words = ["quantize", tmp_path / "model", tmp_path / "out", "quantize.max_shard_size=0.002"]
+    command = [sys.executable, "-m", "qerl", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "out.partial").glob("*.safetensors")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, message = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Run the same command again" in re.sub(r"\s+", " ", message)
+    assert "Traceback" not in message
+    assert not (tmp_path / "out").exists()
+    done = qerl_command(*words)
+    assert "Resuming" in done.stderr
+    assert last_json(done)["quantized_layers"] == 28
 
 
 def test_config_prints_resolved_settings_with_help() -> None:

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,9 @@ def test_recipe_then_overrides(tmp_path: Path) -> None:
 def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("# nothing\n")
     assert load_config(tmp_path / "r.yaml") == Config()
+    (tmp_path / "r.yaml").write_text("quantize:\n")
+    assert load_config(tmp_path / "r.yaml") == Config()
+    assert load_config(tmp_path / "r.yaml", ["quantize.method=rtn"]).quantize.method == "rtn"
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,8 @@ def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
         ("quantize.calibration.num_sample=3", "Did you mean quantize.calibration.num_samples?"),
         ("quantize.max_shard_size=big", "quantize.max_shard_size = 'big' is not usable"),
         ("quantize.max_shard_size=-1", "greater than 0"),
+        ("quantize.max_shard_size=true", "where a float belongs"),
+        ("quantize.max_shard_size=.inf", "less than or equal to 1000"),
         ("quantize.format=int4", "'nvfp4', 'mxfp4' or 'nf4'"),
         ("quantize=3", "quantize = 3 is not usable"),
         ("quantize.format.x=3", "quantize.format"),
@@ -63,12 +69,14 @@ def test_a_broken_recipe_is_named(tmp_path: Path) -> None:
 def test_every_setting_has_help_and_settings_are_frozen() -> None:
     for entry in settings(Config()):
         assert entry.help.endswith("."), entry.key
+        assert entry.unit, entry.key
     with pytest.raises(ValueError, match="frozen"):
         Config().quantize.format = "nf4"  # type: ignore[misc]
 
 
 def test_every_setting_is_read_somewhere() -> None:
     package = Path(__file__).parent.parent / "qerl"
-    code = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name not in ("config.py", "cli.py"))
+    code = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name != "config.py")
     for entry in settings(Config()):
-        assert f".{entry.key.rpartition('.')[2]}" in code, f"nothing reads {entry.key}"
+        name = entry.key.rpartition(".")[2]
+        assert re.search(rf"\b(settings|config|calibration|asked)\.{name}\b", code), f"nothing reads {entry.key}"

@@ -5,6 +5,7 @@ imports are done, and memory is the process's largest resident size. Run as a mo
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 from qerl.model.random_checkpoint import write_random_checkpoint
 from qerl.model.shapes import shape_named
 
+CORES = 2
 CONTENDERS = ("qerl", "llm-compressor")
 
 
@@ -25,6 +27,7 @@ def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], 
         source = Path(scratch) / "source"
         say(f"Writing a random {shape} model ...")
         write_random_checkpoint(shape_named(shape), source)
+        size = (source / "model.safetensors").stat().st_size
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
         for turn in range(repeats):
             for name in CONTENDERS:
@@ -33,9 +36,12 @@ def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], 
         best = [min(of, key=lambda run: run["seconds"]) for of in runs.values()]
     return [
         {
+            "op": "quantize",
             "shape": shape,
             "contender": name,
+            "cores": run["cores"],
             "seconds": round(run["seconds"], 3),
+            "gb_per_s": round(size / 1e9 / run["seconds"], 3),
             "peak_gb": round(run["peak_bytes"] / 1e9, 3),
             "output_gb": round(run["output_bytes"] / 1e9, 3),
         }
@@ -44,9 +50,9 @@ def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], 
 
 
 def _run(name: str, source: Path, out: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "qerl.bench.quantize", name, str(source), str(out)], capture_output=True, text=True
-    )
+    # Without a GPU, and on two cores (the child's own doing): both contenders would otherwise find more.
+    command = [sys.executable, "-m", "qerl.bench.quantize", name, str(source), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     if done.returncode:
         raise ValueError(f"{name} failed (pip install 'qerl[calibrate]' brings llm-compressor):\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -85,12 +91,16 @@ def peak_resident_bytes() -> int:
 
 def main() -> None:
     name, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    cores = sorted(os.sched_getaffinity(0))[:CORES]
+    os.sched_setaffinity(0, cores)
     job = (_qerl if name == "qerl" else _llm_compressor)(source, out)
     started = time.monotonic()
     job()
     seconds = time.monotonic() - started
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak_resident_bytes(), "output_bytes": size}))
+    print(
+        json.dumps({"cores": len(cores), "seconds": seconds, "peak_bytes": peak_resident_bytes(), "output_bytes": size})
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def to_blocks(weight: Tensor, block: int, name: str) -> Tensor:
             f"{name} has {weight.shape[-1]} inputs (K), which blocks of {block} do not divide. "
             f"Leave it in 16 bits: --ignore '{name.removesuffix('.weight')}'."
         )
-    return weight.to(torch.float32).reshape(-1, block)
+    return weight.detach().to(torch.float32).reshape(-1, block)
 
 
 def block_absmax(blocks: Tensor, name: str) -> Tensor:

@@ -4,25 +4,36 @@ The library does the work and writes its own compressed-tensors folder; this fil
 that OUT appears whole or not at all, and measures the result. The whole model is loaded, unlike in `convert`.
 """
 
+import contextlib
 import importlib.util
 import json
-import os
-import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qerl.errors import Interrupted
 from qerl.quant.checkpoint import Checkpoint
-from qerl.quant.convert import REPORT, copy_companions, partial_folder
+from qerl.quant.convert import REPORT, copy_companions, not_finite
 from qerl.quant.layout import Layout, dequantize
+from qerl.quant.partial import claimed, complete, require_space, write_json
 from qerl.quant.plan import Plan
 from qerl.quant.report import LayerError, Report
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+CHARACTERS_A_TOKEN = 20  # more than any text has: how much of a plain file is read at most
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    file: Path
+    num_samples: int
+    max_seq_length: int  # tokens
 
 
 def require(method: str, device: str, file: Path | None) -> None:
@@ -42,13 +53,58 @@ def calibrate(
     plan: Plan,
     method: str,
     device: str,
-    file: Path,
-    num_samples: int,
-    max_seq_length: int,
+    text: CalibrationText,
     max_shard_gb: float,
     say: Callable[[str], None],
 ) -> Report:
     """Quantize `source` with AWQ or GPTQ into the new folder `out`."""
+    import transformers
+
+    started = time.monotonic()
+    if not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"{source.folder} has no tokenizer, which method {method} needs. Method mse needs none.")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+    samples = read_samples(text, tokenizer)
+    _require_finite(source)
+    with claimed(out, f"{method} {started}", say) as partial:  # never resumed
+        require_space(partial, sum(plan.shard_nbytes(i) for i in range(len(plan.shards))))
+        say(f"Calibrating {method} on {len(samples)} sequences, {sum(map(len, samples))} tokens.")
+        try:
+            # llm-compressor writes its log to stdout, which belongs to results.
+            with contextlib.redirect_stdout(sys.stderr):
+                _oneshot(
+                    source.folder, partial, layout, plan, method, device, samples, text.max_seq_length, max_shard_gb
+                )
+            copy_companions(source.folder, partial)
+            with Checkpoint(partial) as result:
+                layers = tuple(_layer_errors(source, result, compare=method != "awq"))
+                after = result.nbytes
+            seconds = time.monotonic() - started
+            report = Report(
+                str(source.folder), layout.format, method, source.nbytes, after, layers, plan.ignored, seconds
+            )
+            write_json(partial / REPORT, report.to_json())
+            complete(partial, out)
+        except (KeyboardInterrupt, OSError) as error:
+            reason = f"stopped by an error ({error})" if isinstance(error, OSError) else "interrupted"
+            raise Interrupted(f"Quantizing was {reason}. {out} was not made. {partial} can be deleted.") from error
+    if method == "awq":
+        say("AWQ moves scales from one layer into the next: weight errors against the original do not apply.")
+    return report
+
+
+def _oneshot(
+    folder: Path,
+    into: Path,
+    layout: Layout,
+    plan: Plan,
+    method: str,
+    device: str,
+    samples: list[list[int]],
+    max_seq_length: int,
+    max_shard_gb: float,
+) -> None:
+    """llm-compressor's part: load, calibrate, save."""
     import transformers
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -56,13 +112,7 @@ def calibrate(
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
-    started = time.monotonic()
-    if not any((source.folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(f"{source.folder} has no tokenizer, which method {method} needs. Method mse needs none.")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    samples = read_samples(file, tokenizer, num_samples, max_seq_length)
-    say(f"Calibrating {method} on {len(samples)} sequences, {sum(map(len, samples))} tokens.")
-    model = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=plan.dtype, device_map=device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=plan.dtype, device_map=device)
     target: dict[str, Any] = {
         "targets": ["Linear"],
         "scheme": SCHEMES[layout.format],
@@ -77,50 +127,41 @@ def calibrate(
         num_calibration_samples=len(rows),
         max_seq_length=max_seq_length,
     )
-    partial = partial_folder(out)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    model.save_pretrained(partial, save_compressed=True, max_shard_size=f"{int(max_shard_gb * 1000)}MB")
-    copy_companions(source.folder, partial)
-    with Checkpoint(partial) as result:
-        layers = tuple(_layer_errors(source, result, compare=method != "awq"))
-        after = result.nbytes
-    if method == "awq":
-        say("AWQ moves scales from one layer into the next: weight errors against the original do not apply.")
-    report = Report(
-        str(source.folder),
-        layout.format,
-        method,
-        source.nbytes,
-        after,
-        layers,
-        plan.ignored,
-        time.monotonic() - started,
-    )
-    (partial / REPORT).write_text(json.dumps(report.to_json(), indent=2))
-    os.replace(partial, out)
-    return report
+    model.save_pretrained(into, save_compressed=True, max_shard_size=f"{int(max_shard_gb * 1000)}MB")
 
 
-def read_samples(file: Path, tokenizer: Any, num_samples: int, max_seq_length: int) -> list[list[int]]:
+def _require_finite(source: Checkpoint) -> None:
+    for name, where in source.tensors.items():
+        if where.spec.dtype.is_floating_point and not bool(torch.isfinite(source.read(name)).all()):
+            raise ValueError(not_finite(name))
+
+
+def read_samples(text: CalibrationText, tokenizer: Any) -> list[list[int]]:
     """Token sequences from a JSONL or text file: all texts one after another, cut to equal lengths."""
     tokens: list[int] = []
-    budget = num_samples * max_seq_length
-    for text in _texts(file, tokenizer):
-        tokens += tokenizer(text)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            tokens.append(tokenizer.eos_token_id)
-        if len(tokens) >= budget:
-            break
+    budget = text.num_samples * text.max_seq_length
+    try:
+        for piece, templated in _texts(text.file, tokenizer, budget):
+            # A chat template brings its own special tokens.
+            tokens += tokenizer(piece, add_special_tokens=not templated)["input_ids"]
+            if tokenizer.eos_token_id is not None:
+                tokens.append(tokenizer.eos_token_id)
+            if len(tokens) >= budget:
+                break
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text.file} is not UTF-8 text ({error}).") from error
     if not tokens:
-        raise ValueError(f"{file} holds no text.")
-    cut = [tokens[i : i + max_seq_length] for i in range(0, min(len(tokens), budget), max_seq_length)]
-    return cut[:-1] if len(cut) > 1 and len(cut[-1]) < max_seq_length else cut
+        raise ValueError(f"{text.file} holds no text.")
+    length = text.max_seq_length
+    cut = [tokens[i : i + length] for i in range(0, min(len(tokens), budget), length)]
+    return cut[:-1] if len(cut) > 1 and len(cut[-1]) < length else cut
 
 
-def _texts(file: Path, tokenizer: Any) -> Iterator[str]:
+def _texts(file: Path, tokenizer: Any, budget: int) -> Iterator[tuple[str, bool]]:
+    """Each text, and whether a chat template made it."""
     if file.suffix not in (".jsonl", ".json"):
-        yield file.read_text(encoding="utf-8")
+        with open(file, encoding="utf-8") as plain:
+            yield plain.read(CHARACTERS_A_TOKEN * budget), False
         return
     with open(file, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -130,13 +171,12 @@ def _texts(file: Path, tokenizer: Any) -> Iterator[str]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{file}, line {number}, is not JSON: {error}.") from error
-            value = next(
-                (row[key] for key in ("text", "messages", "prompt") if isinstance(row, dict) and key in row), None
-            )
+            fields = row if isinstance(row, dict) else {}
+            value = next((fields[key] for key in ("text", "messages", "prompt") if key in fields), None)
             if isinstance(value, str):
-                yield value
+                yield value, False
             elif isinstance(value, list):
-                yield tokenizer.apply_chat_template(value, tokenize=False)
+                yield tokenizer.apply_chat_template(value, tokenize=False), True
             else:
                 raise ValueError(f"{file}, line {number}, has none of the fields text, messages, prompt.")
 

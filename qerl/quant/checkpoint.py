@@ -1,6 +1,7 @@
 """A checkpoint folder, plain or quantized: its config, where every tensor lies, and quantized weights read back."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from qerl.quant.safetensors_io import Location, Reader, read_header
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What a hub download brings: weights, configuration, tokenizer; no pickles and no code.
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
+HUB_WEIGHTS = ["*.safetensors"]
+HUB_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
 
 class Checkpoint:
@@ -21,14 +23,17 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = _read_config(folder)
+        self.config = read_config(folder)
         self.tensors: dict[str, Location] = {}
         expected, files = _weight_files(folder)
         for path in files:
-            self.tensors.update(read_header(path))
+            found = read_header(path)
+            self.tensors |= {name: where for name, where in found.items() if expected.get(name, path) == path}
         missing = [name for name in expected if name not in self.tensors]
         if missing:
-            raise ValueError(f"{folder} lacks {len(missing)} tensors that its index names, such as {missing[0]}.")
+            raise ValueError(
+                f"{folder} lacks {len(missing)} tensors that its index names, such as {missing[0]}. Download it again."
+            )
         self._reader = Reader()
 
     def __enter__(self) -> "Checkpoint":
@@ -48,7 +53,7 @@ class Checkpoint:
     @property
     def quantized_modules(self) -> list[str]:
         """Names of the modules whose weight is quantized; none in a plain checkpoint."""
-        if "quantization_config" not in self.config:
+        if not self.config.get("quantization_config"):
             return []
         layout = layout_of(self.config["quantization_config"])
         mark = ".weight.quant_state.bitsandbytes__nf4" if layout.format == "nf4" else ".weight_packed"
@@ -62,20 +67,26 @@ class Checkpoint:
         )
 
 
-def resolve(model: str) -> Path:
-    """A local folder as it is, a hub id as its downloaded snapshot."""
+def resolve(model: str, check: Callable[[Path], object] = lambda folder: None) -> Path:
+    """A local folder as it is, a hub id as its downloaded snapshot. `check` sees it before weights are fetched."""
     folder = Path(model).expanduser()
     if folder.is_dir():
+        check(folder)
         return folder
     if folder.exists():
         raise ValueError(f"{model} is a file; name the folder that holds config.json and the weights.")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(f"There is no folder {model}. Name a local checkpoint folder or a hub id (owner/name).")
+    check(_download(model, HUB_SMALL))
+    return _download(model, HUB_SMALL + HUB_WEIGHTS)
+
+
+def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"There is no local folder {model}, and the hub gave no model of that id: {str(error).splitlines()[0]} "
@@ -83,10 +94,12 @@ def resolve(model: str) -> Path:
         ) from error
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no config.json: it is not a model checkpoint folder.")
+        raise ValueError(
+            f"{folder} has no config.json: it is not a model checkpoint folder. Name the one that holds it."
+        )
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -96,12 +109,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _weight_files(folder: Path) -> tuple[list[str], list[Path]]:
-    """The tensor names that an index promises (none without an index) and the weight files."""
+def _weight_files(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+    """Which file an index promises each tensor in (nothing without an index), and the weight files."""
     index = folder / INDEX
     if not index.is_file():
         if (folder / SINGLE).is_file():
-            return [], [folder / SINGLE]
+            return {}, [folder / SINGLE]
         if any(folder.glob("pytorch_model*.bin")):
             raise ValueError(
                 f"{folder} holds only pickled weights (pytorch_model*.bin), which qerl never loads. "
@@ -115,5 +128,7 @@ def _weight_files(folder: Path) -> tuple[list[str], list[Path]]:
         raise ValueError(f"{index} is damaged ({error}). Download it again.") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} of its {len(names)} shards: {', '.join(missing[:4])}.")
-    return list(weight_map), [folder / name for name in names]
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of its {len(names)} shards: {', '.join(missing[:4])}. Download them."
+        )
+    return {name: folder / file for name, file in weight_map.items()}, [folder / name for name in names]

@@ -9,7 +9,6 @@ Nothing half-made is ever called OUT. Shards are written into OUT.partial, each 
 the folder is renamed at the end. A second run with the same source and settings keeps the finished shards.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -22,7 +21,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,27 +29,23 @@ from qerl import __version__
 from qerl.errors import Interrupted
 from qerl.quant.checkpoint import INDEX, Checkpoint
 from qerl.quant.layout import Layout
+from qerl.quant.partial import RESUME, claimed, complete, flush_folder, require_space, write_json
 from qerl.quant.plan import Plan, Unit
 from qerl.quant.report import LayerError, Report
 from qerl.quant.safetensors_io import Location, Reader, Spec, Writer
 
 REPORT = "quantize_report.json"
-RESUME = ".resume"  # inside the partial folder: what a second run needs to go on
 PIECE_CPU = 1 << 18  # elements: large enough that threads seldom wait for Python, small enough for the cache
 PIECE_GPU = 1 << 24
 MOST_WORKERS = 4  # more of them wait for Python's lock; further cores share the operations
+SAMPLE = 1 << 12
 KEPT_BY_MALLOC = 30 << 20
-DISK_MARGIN = 64 << 20
 # Files that travel with the weights; weights themselves, indexes, code and the model card do not.
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json", ".py", ".md")
 
 
 class _Stopped(Exception):
     """Ends a worker whose shard has failed elsewhere."""
-
-
-def partial_folder(out: Path) -> Path:
-    return out.with_name(out.name + ".partial")
 
 
 def convert(
@@ -69,14 +63,14 @@ def convert(
     on_bytes is told the size of every piece of the source that is done (and at once of shards found finished), from
     several threads; say gets a line when something noteworthy happens.
     """
-    if out.exists():
-        raise ValueError(f"{out} exists. Name a new folder, or remove it first.")
     started = time.monotonic()
-    with _claimed(partial_folder(out), fingerprint(source, layout, plan, method), say) as partial:
-        finished = [i for i in range(len(plan.shards)) if (partial / plan.shard_name(i)).exists()]
+    with claimed(out, fingerprint(source, layout, plan, method), say) as partial:
+        for path in partial.rglob("*.writing"):
+            path.unlink()
+        finished = [i for i in range(len(plan.shards)) if _is_finished(partial / plan.shard_name(i))]
         if finished:
             say(f"Resuming: {len(finished)} of {len(plan.shards)} shards are finished in {partial}.")
-        _require_space(partial, sum(plan.shard_nbytes(i) for i in range(len(plan.shards)) if i not in finished))
+        require_space(partial, sum(plan.shard_nbytes(i) for i in range(len(plan.shards)) if i not in finished))
         work = _Work(source, layout, method, plan.dtype, torch.device(device), on_bytes)
         try:
             for i, units in enumerate(plan.shards):
@@ -84,17 +78,15 @@ def convert(
                     on_bytes(sum(_source_nbytes(source, unit) for unit in units))
                 else:
                     work.write_shard(partial / plan.shard_name(i), units)
+            report = _finish(source, partial, layout, plan, method, time.monotonic() - started)
+            complete(partial, out)
         except (KeyboardInterrupt, OSError) as error:
-            done = sum((partial / plan.shard_name(i)).exists() for i in range(len(plan.shards)))
+            done = sum(_is_finished(partial / plan.shard_name(i)) for i in range(len(plan.shards)))
             reason = f"stopped by an error ({error})" if isinstance(error, OSError) else "interrupted"
             raise Interrupted(
                 f"Quantizing was {reason}. {out} was not made; {done} of {len(plan.shards)} finished shards are kept "
                 f"in {partial}. Run the same command again to go on, or delete that folder."
             ) from error
-        report = _finish(source, partial, layout, plan, method, time.monotonic() - started)
-        os.replace(partial, out)
-        shutil.rmtree(out / RESUME)
-        _flush_folder(out.parent)
     return report
 
 
@@ -142,12 +134,12 @@ class _Work:
                     self.stop.set()
                     pool.shutdown(cancel_futures=True)
                     self.stop.clear()
-            _stats_path(path).write_text(json.dumps([asdict(error) for error in errors]))
+            write_json(_errors_path(path), [asdict(error) for error in errors])
             writer.close()
         except BaseException:
             writer.abandon()
             raise
-        _flush_folder(path.parent)
+        flush_folder(path.parent)
 
     def run(self, unit: Unit, reader: Reader, writer: Writer) -> list[LayerError]:
         if not unit.modules:
@@ -180,22 +172,24 @@ class _Work:
         for suffix, tensor in encoder.finish().items():
             writer.append(module + suffix, tensor)
         stored = sum(spec.nbytes for spec in self.layout.specs(where.spec).values())
-        return LayerError(module, where.spec.numel, stored, error, norm)
+        measured = math.isfinite(error) and 0 < norm < math.inf  # else the sums left float32's range
+        return LayerError(module, where.spec.numel, stored, error if measured else None, norm if measured else 0.0)
 
     def amax(self, where: Location, name: str, reader: Reader) -> Tensor:
         ends = [torch.stack(torch.aminmax(piece_E)) for piece_E in self.pieces(where, reader)]
         largest = torch.stack(ends).abs().amax().to(torch.float32)
         if not bool(torch.isfinite(largest)):
-            raise ValueError(_not_finite(name))
+            raise ValueError(not_finite(name))
         return largest
 
     def copy(self, name: str, reader: Reader, writer: Writer) -> None:
         where = self.source.tensors[name]
         kept = writer.spec(name).dtype
         for piece_E in self.pieces(where, reader):
-            if piece_E.is_floating_point() and not _all_finite(piece_E):
-                raise ValueError(_not_finite(name))
-            writer.append(name, piece_E.to(kept))
+            kept_E = piece_E.to(kept)
+            if kept_E.is_floating_point() and not _all_finite(kept_E):
+                raise ValueError(not_finite(name))
+            writer.append(name, kept_E)
             self.on_bytes(piece_E.nbytes)
 
     def pieces(self, where: Location, reader: Reader) -> Iterator[Tensor]:
@@ -210,7 +204,7 @@ def _all_finite(piece_E: Tensor) -> bool:
     return math.isfinite(piece_E.sum(dtype=torch.float32)) or bool(torch.isfinite(piece_E).all())
 
 
-def _not_finite(name: str) -> str:
+def not_finite(name: str) -> str:
     return f"{name} holds NaN or Inf; such a weight can't be quantized. Check or re-download the model."
 
 
@@ -230,56 +224,25 @@ def _threads_an_operation(n: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@contextmanager
-def _claimed(partial: Path, identity: str, say: Callable[[str], None]) -> Iterator[Path]:
-    """The partial folder, locked against a second process; emptied if it belongs to other settings."""
-    try:
-        (partial / RESUME).mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
-    except OSError as error:
-        raise ValueError(f"Can't write beside {partial}: {error.strerror}.") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"Another process is writing {partial}. Wait for it, or name another OUT.") from error
-        mark = partial / RESUME / "fingerprint"
-        if not mark.exists() or mark.read_text() != identity:
-            leftovers = list(partial.glob("model-*"))
-            if leftovers:
-                say(f"{partial} was begun from another source or other settings: starting over.")
-            for path in leftovers:
-                path.unlink()
-            mark.write_text(identity)
-        for path in partial.glob("*.writing"):
-            path.unlink()
-        yield partial
-    finally:
-        os.close(lock)
-
-
 def fingerprint(source: Checkpoint, layout: Layout, plan: Plan, method: str) -> str:
-    """Changes whenever a finished shard could not be reused."""
-    files = sorted({where.path for where in source.tensors.values()})
-    stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    outputs = [[list(unit.outputs) for unit in units] for units in plan.shards]
-    said = json.dumps([__version__, stamps, layout.format, method, str(plan.dtype), outputs])
-    return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _require_space(partial: Path, needed: int) -> None:
-    free = shutil.disk_usage(partial).free
-    if free < needed + DISK_MARGIN:
-        raise ValueError(
-            f"{partial.parent} has {free / 1e9:.2f} GB free; the result needs {needed / 1e9:.2f} GB. "
-            "Free some space or name an OUT on another disk."
-        )
+    """Changes whenever a finished shard could not be reused: with the source's files, the settings, or qerl."""
+    identity = hashlib.sha256()
+    for path in sorted({where.path for where in source.tensors.values()}):
+        stat = path.stat()
+        identity.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode())
+        with open(path, "rb") as file:  # header, and samples of the data: copies may share name, size and time
+            for at in range(0, stat.st_size, max(SAMPLE, stat.st_size // 64)):
+                file.seek(at)
+                identity.update(file.read(SAMPLE))
+    outputs = [[{name: str(spec) for name, spec in unit.outputs.items()} for unit in units] for units in plan.shards]
+    identity.update(json.dumps([__version__, layout.format, method, str(plan.dtype), outputs]).encode())
+    return identity.hexdigest()
 
 
 def _finish(source: Checkpoint, partial: Path, layout: Layout, plan: Plan, method: str, seconds: float) -> Report:
     """Everything but the shards: index, config, tokenizer and generation files, report."""
     shards = [partial / plan.shard_name(i) for i in range(len(plan.shards))]
-    layers = [LayerError(**entry) for shard in shards for entry in json.loads(_stats_path(shard).read_text())]
+    layers = [LayerError(**entry) for shard in shards for entry in json.loads(_errors_path(shard).read_text())]
     total = sum(plan.shard_nbytes(i) for i in range(len(shards)))
     report = Report(
         str(source.folder), layout.format, method, source.nbytes, total, tuple(layers), plan.ignored, seconds
@@ -287,14 +250,13 @@ def _finish(source: Checkpoint, partial: Path, layout: Layout, plan: Plan, metho
     weight_map = {
         name: shard.name for shard, units in zip(shards, plan.shards, strict=True) for u in units for name in u.outputs
     }
-    _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
     config["dtype"] = str(plan.dtype).removeprefix("torch.")
     config["quantization_config"] = layout.config(list(plan.ignored), plan.dtype)
-    _write_json(partial / "config.json", config)
+    write_json(partial / "config.json", config)
     copy_companions(source.folder, partial)
-    _write_json(partial / REPORT, report.to_json())
-    _flush_folder(partial)
+    write_json(partial / REPORT, report.to_json())
     return report
 
 
@@ -308,20 +270,10 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copytree(path, target / name, dirs_exist_ok=True)
 
 
-def _stats_path(shard: Path) -> Path:
+def _errors_path(shard: Path) -> Path:
     return shard.parent / RESUME / f"{shard.name}.errors.json"
 
 
-def _write_json(path: Path, value: Any) -> None:
-    with open(path, "w") as file:
-        json.dump(value, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _is_finished(shard: Path) -> bool:
+    """A shard has its name only when it is whole, and its error sums are written before."""
+    return shard.exists() and _errors_path(shard).exists()

@@ -47,8 +47,14 @@ def pack(code: Tensor) -> Tensor:
     """uint8 codes [..., K] -> bytes [..., K/2], the even input in the low nibble."""
     if code.shape[-1] % 2:
         raise ValueError(f"Packing needs an even number of codes a row; this has {code.shape[-1]}.")
-    pair = code.contiguous().view(torch.int16)  # little-endian: low byte = even input
+    pair = aligned(code).view(torch.int16)  # little-endian: low byte = even input
     return (pair | (pair >> 4)).to(torch.uint8)
+
+
+def aligned(code: Tensor) -> Tensor:
+    """Contiguous, and begun at an even byte, so that pairs can be seen as 16-bit numbers."""
+    code = code.contiguous()
+    return code.clone() if code.storage_offset() % 2 else code
 
 
 def unpack(packed: Tensor) -> Tensor:

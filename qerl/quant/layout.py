@@ -216,7 +216,7 @@ class NF4Layout(Layout):
                 read(".weight.nested_quant_map"),
                 torch.tensor(state["nested_offset"], dtype=torch.float32, device=stored.device),
             )
-        return NF4(read(".weight").flatten(), absmax, tuple(state["shape"]), state["blocksize"])
+        return NF4(read(".weight").flatten().view(torch.uint8), absmax, tuple(state["shape"]), state["blocksize"])
 
     def config(self, ignore: list[str], dtype: torch.dtype) -> dict[str, Any]:
         return {

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qerl.quant.blocks import FLOAT_DTYPES, block_absmax, search_scales
+from qerl.quant.e2m1 import aligned
 
 __all__ = ["BLOCK", "NF4", "Nested", "codebook", "dequantize", "nest", "pack", "quantize", "unpack"]
 
@@ -71,7 +72,7 @@ def quantize(weight: Tensor, method: str = "rtn", double_quant: bool = False, na
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: there is nothing to quantize.")
     if method not in ("rtn", "mse"):
         raise ValueError(f"Unknown rounding method {method!r}; NF4 knows rtn and mse.")
-    flat = weight.to(torch.float32).flatten()
+    flat = weight.detach().to(torch.float32).flatten()
     full = flat.numel() - flat.numel() % BLOCK
     codes, scales = [], []
     for part in (flat[:full].view(-1, BLOCK), flat[full:].view(1, -1)):
@@ -121,7 +122,7 @@ def pack(code: Tensor) -> Tensor:
     """uint8 codes [n] -> bytes [ceil(n / 2)], the first in the high nibble; an odd tail gets code 7 (zero)."""
     if code.numel() % 2:
         code = torch.cat((code, code.new_tensor([7])))
-    pair = code.view(torch.int16)  # little-endian: low byte = first code
+    pair = aligned(code).view(torch.int16)  # little-endian: low byte = first code
     return ((pair << 4) | (pair >> 8)).to(torch.uint8)
 
 

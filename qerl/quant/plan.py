@@ -8,14 +8,13 @@ from pathlib import Path
 
 import torch
 
-from qerl.quant.checkpoint import Checkpoint
+from qerl.quant.blocks import FLOAT_DTYPES
+from qerl.quant.checkpoint import Checkpoint, read_config
 from qerl.quant.layout import Layout
 from qerl.quant.safetensors_io import Spec
 
 # Layers that serving engines fuse into one matrix, and which therefore share a global scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-WIDE = (torch.float32, torch.float64)
-QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -44,63 +43,108 @@ class Plan:
         return sum(unit.nbytes for unit in self.shards[i])
 
 
-def make_plan(source: Checkpoint, layout: Layout, ignore: tuple[str, ...], max_shard_bytes: int) -> Plan:
-    """Refuses, with the remedy, whatever can't be converted."""
-    if "quantization_config" in source.config:
-        method = source.config["quantization_config"].get("quant_method", "an unknown method")
-        raise ValueError(f"{source.folder} is already quantized ({method}). Start from the 16-bit model.")
-    linear, head = linear_modules(source.folder)
-    architecture = ", ".join(source.config.get("architectures") or [source.config.get("model_type", "?")])
-    body = [name for name in linear if name != head]
-    if not body:
-        raise ValueError(f"{architecture} has no linear layers besides its head: there is nothing to quantize.")
-    missing = [name for name in body if f"{name}.weight" not in source.tensors]
-    if missing:
-        raise ValueError(
-            f"{source.folder} lacks {len(missing)} of the {len(body)} linear weights of {architecture}, such as "
-            f"{missing[0]}.weight: config.json and weights do not belong together, or a shard is missing."
-        )
-    ignored = _match(ignore, body)
-    chosen = [name for name in body if name not in ignored]
-    if not chosen:
-        raise ValueError("--ignore covers every linear layer: there is nothing left to quantize.")
-    for name in chosen:
-        spec = source.tensors[f"{name}.weight"].spec
-        if spec.dtype not in QUANTIZABLE:
-            raise ValueError(
-                f"{name}.weight is {spec.dtype}: the model is already quantized. Start from 16-bit weights."
-            )
-        if spec.shape[-1] % layout.block:
-            raise ValueError(
-                f"{name} has {spec.shape[-1]} inputs, which {layout.format}'s blocks of {layout.block} do not divide. "
-                f"Leave it in 16 bits: --ignore '{name}'."
-            )
-    plain = [spec.dtype for spec in (source.tensors[f"{name}.weight"].spec for name in chosen)]
-    dtype = torch.float16 if plain[0] == torch.float16 else torch.bfloat16
-    units = _units(source, layout, chosen, dtype)
-    kept = [name for name in linear if name not in set(chosen)]
-    return Plan(_into_shards(units, max_shard_bytes), tuple(kept), dtype)
+@dataclass(frozen=True)
+class Skeleton:
+    """What a folder's model is made of, by its configuration alone."""
+
+    architecture: str
+    linear: tuple[str, ...]  # the linear modules, without the head
+    head: str  # the output head's module, "" if there is none
+    shapes: dict[str, tuple[int, ...]]  # of every tensor that the checkpoint must hold
 
 
-def linear_modules(folder: Path) -> tuple[list[str], str]:
-    """Names of all nn.Linear modules of the folder's architecture, and the name of its output head ("" if none).
+def skeleton(folder: Path) -> Skeleton:
+    """Asks transformers, which builds the model on the meta device: no weights, and no code from the folder.
 
-    transformers builds the model on the meta device: no weights, and no code from the folder.
+    Refuses what can't be converted: quantized models, unknown architectures, none or odd linear layers.
     """
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
+    config = read_config(folder)
+    if stored := config.get("quantization_config"):
+        method = stored.get("quant_method", "an unknown method")
+        raise ValueError(f"{folder} is already quantized ({method}). Start from the 16-bit model.")
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+            model = transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OSError,
+        ArithmeticError,
+        ImportError,
+        StrictDataclassError,
+    ) as e:
         raise ValueError(
             f"transformers {transformers.__version__} can't build a causal language model from "
-            f"{folder / 'config.json'}: {str(error).splitlines()[0]}"
-        ) from error
-    head = model.get_output_embeddings()
-    names = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return list(names), next((name for name, module in names.items() if module is head), "")
+            f"{folder / 'config.json'}: {(str(e) or type(e).__name__).splitlines()[0]}"
+        ) from e
+    architecture = ", ".join(config.get("architectures") or [config.get("model_type", "?")])
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    output = model.get_output_embeddings()
+    head = next((name for name, module in modules.items() if module is output), "")
+    body = [name for name in modules if name != head]
+    if not body:
+        raise ValueError(f"{architecture} has no linear layers besides its head: there is nothing to quantize.")
+    if odd := {type(modules[name]).__name__ for name in body if type(modules[name]) is not torch.nn.Linear}:
+        raise ValueError(
+            f"{architecture} has linear layers of its own kind ({', '.join(odd)}), which can't be quantized."
+        )
+    if experts := [name for name, parameter in model.named_parameters() if parameter.dim() > 2]:
+        raise ValueError(f"{architecture} is a mixture of experts ({experts[0]}), which is not supported.")
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if head and output is not None and output.weight is model.get_input_embeddings().weight:
+        shapes.pop(f"{head}.weight")
+    return Skeleton(architecture, tuple(body), head, shapes)
+
+
+def make_plan(source: Checkpoint, layout: Layout, ignore: tuple[str, ...], max_shard_bytes: int) -> Plan:
+    """Refuses, with the remedy, whatever can't be converted."""
+    bones = skeleton(source.folder)
+    _require_same(source, bones)
+    ignored = _match(ignore, list(bones.linear))
+    chosen = [name for name in bones.linear if name not in ignored]
+    if not chosen:
+        raise ValueError("--ignore covers every linear layer: there is nothing left to quantize.")
+    main = source.tensors[f"{chosen[0]}.weight"].spec.dtype
+    for name in chosen:
+        if (dtype := source.tensors[f"{name}.weight"].spec.dtype) not in FLOAT_DTYPES:
+            raise ValueError(
+                f"{name}.weight is {dtype}; weights must be bfloat16, float16 or float32. Convert them first."
+            )
+    undivided = [name for name in chosen if bones.shapes[f"{name}.weight"][-1] % layout.block]
+    if undivided:
+        kinds = dict.fromkeys(name.rpartition(".")[2] for name in undivided)
+        inputs = bones.shapes[f"{undivided[0]}.weight"][-1]
+        raise ValueError(
+            f"{undivided[0]} has {inputs} inputs, which {layout.format}'s blocks of {layout.block} do not divide "
+            f"({len(undivided)} such layers). Leave them in 16 bits: "
+            + " ".join(f"--ignore '*.{kind}'" for kind in kinds)
+        )
+    # compressed-tensors always dequantizes to bf16; what stays beside must match.
+    dtype = torch.float16 if main == torch.float16 and layout.format == "nf4" else torch.bfloat16
+    kept = [name for name in (*bones.linear, *([bones.head] if bones.head else [])) if name not in set(chosen)]
+    return Plan(_into_shards(_units(source, layout, chosen, main, dtype), max_shard_bytes), tuple(kept), dtype)
+
+
+def _require_same(source: Checkpoint, bones: Skeleton) -> None:
+    """The checkpoint holds what its configuration says."""
+    missing = [name for name in bones.shapes if name not in source.tensors]
+    if missing:
+        raise ValueError(
+            f"{source.folder} lacks {len(missing)} of the {len(bones.shapes)} tensors of {bones.architecture}, such as "
+            f"{missing[0]}: its config.json belongs to another model, or it is not a whole causal language model."
+        )
+    for name, shape in bones.shapes.items():
+        if (found := source.tensors[name].spec.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {found}, but {source.folder / 'config.json'} asks for {shape}: they belong to "
+                "different models."
+            )
 
 
 def _match(patterns: tuple[str, ...], names: list[str]) -> set[str]:
@@ -124,8 +168,12 @@ def _match(patterns: tuple[str, ...], names: list[str]) -> set[str]:
     return matched
 
 
-def _units(source: Checkpoint, layout: Layout, chosen: list[str], dtype: torch.dtype) -> list[Unit]:
-    """Every tensor of the source once, in its order; fused siblings stand where the first of them stood."""
+def _units(source: Checkpoint, layout: Layout, chosen: list[str], main: torch.dtype, dtype: torch.dtype) -> list[Unit]:
+    """Every tensor of the source once, in its order; fused siblings stand where the first of them stood.
+
+    Tensors of the linear layers' own dtype (`main`) are kept in `dtype`; others, such as float32 ones in a bf16 model,
+    stay as they are.
+    """
     group_of: dict[str, tuple[str, ...]] = {name: (name,) for name in chosen}
     if layout.shares_global_scale:
         for name in chosen:
@@ -151,7 +199,7 @@ def _units(source: Checkpoint, layout: Layout, chosen: list[str], dtype: torch.d
             units.append(Unit(group, "", outputs))
         else:
             spec = where.spec
-            kept = dtype if spec.dtype in WIDE else spec.dtype
+            kept = dtype if spec.dtype == main else spec.dtype
             units.append(Unit((), tensor, {tensor: Spec(kept, spec.shape)}))
     return units
 

@@ -70,12 +70,12 @@ def read_header(path: Path) -> dict[str, Location]:
                 raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which qerl does not read.")
             begin, end = entry["data_offsets"]
             spec = Spec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            if end - begin != spec.nbytes:
+            if begin < 0 or min(spec.shape, default=0) < 0 or end - begin != spec.nbytes:
                 raise ValueError(f"{path} is damaged: {name} has {end - begin} bytes, its shape needs {spec.nbytes}.")
             if 8 + length + end > size:
                 raise ValueError(f"{path} is truncated: {name} ends past its {size} bytes. Download it again.")
             located[name] = Location(path, 8 + length + begin, spec)
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} has a damaged safetensors header ({error}). Download it again.") from error
     return located
 
@@ -167,10 +167,15 @@ class Writer:
         short = [name for name, spec in self._specs.items() if self._written[name] != spec.nbytes]
         assert not short, f"tensors left unfinished: {short[:3]}"
         os.fsync(self._fd)
-        os.close(self._fd)
+        self._close()
         os.replace(self._temporary, self.path)
 
     def abandon(self) -> None:
         """Remove what was written."""
-        os.close(self._fd)
+        self._close()
         self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

@@ -5,7 +5,7 @@ Each test records its figures, which `pytest --junitxml` keeps.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,10 +35,10 @@ SEQUENCES = [[random.randrange(150000) for _ in range(length)] for length in (10
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpu") / "model"
     write_random_checkpoint(SHAPES["qwen2.5-0.5b"], path)
-    yield path
+    return path
 
 
 def their_model(path: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
@@ -166,6 +166,7 @@ def test_recomputing_keeps_gradients_and_saves_memory(
 ) -> None:
     model = with_lora(folder, base=base, cache_dir=tmp_path / "cache", method="rtn")
     sequences = [[random.randrange(150000) for _ in range(512)] for _ in range(8)]
+    again = gradients(model, sequences)  # flash attention's backward adds in varying order: two runs differ
     peaks, found = {}, {}
     for recompute in (False, True):
         torch.cuda.reset_peak_memory_stats()
@@ -174,8 +175,13 @@ def test_recomputing_keeps_gradients_and_saves_memory(
         peaks[recompute] = torch.cuda.max_memory_allocated() - before
         record_property(f"peak MB, recompute {recompute}", peaks[recompute] / 1e6)
     assert peaks[True] < 0.6 * peaks[False]
-    for name, gradient in found[False].items():
-        assert torch.equal(gradient, found[True][name]), name
+
+    def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+        return sum(float((a[name] - b[name]).square().sum()) for name in a) ** 0.5
+
+    record_property("two runs apart", apart(again, found[False]))
+    record_property("recomputed apart", apart(found[True], found[False]))
+    assert apart(found[True], found[False]) <= 2 * apart(again, found[False])
 
 
 def test_noise_on_the_gpu_is_that_of_the_cpu(folder: Path, tmp_path: Path) -> None:

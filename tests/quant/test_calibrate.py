@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from qerl.config import CalibrationConfig, QuantizeConfig
 from qerl.quant import calibrate
+from qerl.quant.calibrate import CalibrationText
 from qerl.quantize import quantize
 
 
@@ -73,16 +75,33 @@ def test_samples_come_from_text_prompts_and_messages(
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "abcdefgh"}\n\n{"prompt": "ijkl"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
-    samples = calibrate.read_samples(path, tokenizer, num_samples=100, max_seq_length=4)
+    samples = calibrate.read_samples(CalibrationText(path, 100, 4), tokenizer)
     assert all(len(sample) == 4 for sample in samples)
     assert tokenizer.decode([t for s in samples for t in s]).startswith("abcdefgh</s>ijkl</s>user: hi")
-    assert len(calibrate.read_samples(path, tokenizer, num_samples=2, max_seq_length=4)) == 2
+    assert len(calibrate.read_samples(CalibrationText(path, 2, 4), tokenizer)) == 2
     path.write_text('{"answer": 3}\n')
     with pytest.raises(ValueError, match="line 1, has none of the fields"):
-        calibrate.read_samples(path, tokenizer, 1, 4)
+        calibrate.read_samples(CalibrationText(path, 1, 4), tokenizer)
     path.write_text("{oops\n")
     with pytest.raises(ValueError, match="line 1, is not JSON"):
-        calibrate.read_samples(path, tokenizer, 1, 4)
+        calibrate.read_samples(CalibrationText(path, 1, 4), tokenizer)
+    path.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        calibrate.read_samples(CalibrationText(path, 1, 4), tokenizer)
+
+
+def test_nan_is_refused_before_the_library_sees_it(
+    make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path], None], tmp_path: Path, text: Path
+) -> None:
+    source = make_checkpoint("llama")
+    add_tokenizer(source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 7] = torch.inf
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    settings = QuantizeConfig(method="gptq", device="cpu", calibration=CalibrationConfig(file=text))
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN or Inf"):
+        quantize(str(source), tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from qerl.quant import nf4, nvfp4
 from qerl.quant.checkpoint import Checkpoint, resolve
@@ -70,6 +71,42 @@ def test_a_missing_shard_is_named(make_checkpoint: Callable[..., Path]) -> None:
     shard.unlink()
     with pytest.raises(ValueError, match=rf"lacks 1 of its \d+ shards: {shard.name}"):
         Checkpoint(folder)
+
+
+def test_a_tensor_is_read_from_the_file_that_the_index_names(make_checkpoint: Callable[..., Path]) -> None:
+    folder = make_checkpoint("llama", shard="60KB")
+    shards = sorted(folder.glob("*.safetensors"))
+    last = load_file(shards[-1])
+    with Checkpoint(folder) as checkpoint:
+        name = next(n for n, where in checkpoint.tensors.items() if where.path == shards[0])
+        right = checkpoint.read(name)
+    save_file(last | {name: torch.zeros_like(right)}, shards[-1], metadata={"format": "pt"})
+    with Checkpoint(folder) as checkpoint:
+        assert torch.equal(checkpoint.read(name), right)
+
+
+def test_a_hub_id_is_checked_before_its_weights_are_fetched(
+    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    folder, asked = make_checkpoint(), []
+
+    def snapshot_download(model: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((model, "*.safetensors" in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve("owner/name") == folder
+    assert asked == [("owner/name", False), ("owner/name", True)]
+
+    def refuse(path: Path) -> None:
+        raise ValueError("not this one")
+
+    asked.clear()
+    with pytest.raises(ValueError, match="not this one"):
+        resolve("owner/name", refuse)
+    assert asked == [("owner/name", False)]
 
 
 def test_an_unknown_quantization_is_refused_with_what_is_supported(

@@ -188,6 +188,62 @@ def test_nan_is_refused_with_the_tensors_name(
     assert not list((tmp_path / "out.partial").glob("*.writing"))
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_source_dtypes_load_as_they_are_and_run(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, format: str, dtype: torch.dtype
+) -> None:
+    run(make_checkpoint("llama", dtype), tmp_path / "out", format)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", device_map="cpu")
+    with torch.no_grad():
+        assert bool(torch.isfinite(model(IDS).logits).all())
+    kept = torch.float16 if (format, dtype) == ("nf4", torch.float16) else torch.bfloat16
+    assert load_file(next((tmp_path / "out").glob("*.safetensors")))["model.norm.weight"].dtype == kept
+
+
+def test_a_value_that_16_bits_can_not_hold_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_checkpoint("llama", torch.float32)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][3] = 3.4e38  # rounds to Inf in bf16
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight holds NaN or Inf"):
+        run(source, tmp_path / "out")
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "model.safetensors").write_text("precious")
+    with pytest.raises(ValueError, match=r"out\.partial is not a folder that qerl began"):
+        run(make_checkpoint(), tmp_path / "out")
+    assert (tmp_path / "out.partial" / "model.safetensors").read_text() == "precious"
+
+
+def test_another_model_of_the_same_size_and_time_starts_over(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    first, out = make_checkpoint("llama"), tmp_path / "out"
+    with pytest.raises(Interrupted):
+        run(first, out, shard_gb=30e-6, on_bytes=StopAfter(150_000, KeyboardInterrupt()))
+    path = first / "model.safetensors"
+    stat = path.stat()
+    tensors = {name: tensor * 2 for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_size == stat.st_size
+    said: list[str] = []
+    run(first, out, shard_gb=30e-6, say=said.append)
+    assert "starting over" in said[0]
+
+
+def test_a_shard_without_its_error_sums_is_made_again(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source, out = make_checkpoint("llama"), tmp_path / "out"
+    with pytest.raises(Interrupted):
+        run(source, out, shard_gb=30e-6, on_bytes=StopAfter(150_000, KeyboardInterrupt()))
+    for path in (tmp_path / "out.partial" / ".resume").glob("*.errors.json"):
+        path.unlink()
+    assert len(run(source, out, shard_gb=30e-6).layers) == 14
+
+
 class StopAfter:
     """on_bytes that interrupts after so many bytes."""
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from qerl.quant import nvfp4
+from qerl.quant import nf4, nvfp4
 from tests.quant.oracles import compressed_tensors, same_bits
 from tests.quant.weights import matrices
 
@@ -51,6 +51,14 @@ def test_half_precision_inputs_are_computed_in_float32(dtype: torch.dtype) -> No
     low, wide = nvfp4.quantize(weight), nvfp4.quantize(weight.float())
     assert same_bits(low.packed, wide.packed)
     assert same_bits(low.scale, wide.scale)
+
+
+def test_parameters_and_odd_views_are_taken() -> None:
+    weight = torch.randn(4, 32)
+    assert same_bits(nvfp4.quantize(torch.nn.Parameter(weight)).packed, nvfp4.quantize(weight).packed)
+    codes = torch.randint(0, 16, (33,), dtype=torch.uint8)
+    assert torch.equal(nvfp4.unpack(nvfp4.pack(codes[1:])), codes[1:])
+    assert torch.equal(nf4.unpack(nf4.pack(codes[1:])), codes[1:])
 
 
 def test_a_vector_and_a_stack_keep_their_shape() -> None:

@@ -1,0 +1,102 @@
+"""A folder that appears whole or not at all: it is made as NAME.partial and renamed at the end.
+
+The partial folder is locked against a second process. Its `.resume` folder says what it was begun with and holds what a
+second run needs; other work, or leftovers of none, never get into the result.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RESUME = ".resume"
+DISK_MARGIN = 64 << 20
+
+
+def partial_folder(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def require_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise ValueError(f"{out} exists. Name a new folder, or remove it first.")
+
+
+@contextmanager
+def claimed(out: Path, identity: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """The partial folder of `out`, locked; emptied if it was begun with another identity."""
+    require_new(out)
+    partial = partial_folder(out)
+    mark = partial / RESUME / "identity"
+    if partial.exists() and any(partial.iterdir()) and not mark.exists():
+        raise ValueError(f"{partial} is not a folder that qerl began. Move it away, or name another OUT.")
+    try:
+        (partial / RESUME).mkdir(parents=True, exist_ok=True)
+        lock = os.open(partial, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(
+            f"Can't write {partial}: {error.strerror}. Name an OUT in a folder that you can write."
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"Another process is writing {partial}. Wait for it, or name another OUT.") from error
+        require_new(out)  # it may have been finished by another process just now
+        if not mark.exists() or mark.read_text() != identity:
+            if mark.exists():
+                say(f"{partial} was begun from another source or with other settings: starting over.")
+            for path in partial.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            (partial / RESUME).mkdir()
+            write_text(mark, identity)
+        yield partial
+    finally:
+        os.close(lock)
+
+
+def complete(partial: Path, out: Path) -> None:
+    """Everything is written: flush it and give it its name."""
+    for path in partial.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    flush_folder(partial)
+    os.replace(partial, out)
+    shutil.rmtree(out / RESUME)
+    flush_folder(out.parent)
+
+
+def require_space(partial: Path, needed: int) -> None:
+    free = shutil.disk_usage(partial).free
+    if free < needed + DISK_MARGIN:
+        raise ValueError(
+            f"{partial.parent} has {free / 1e9:.2f} GB free; the result needs {needed / 1e9:.2f} GB. "
+            "Free some space or name an OUT on another disk."
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Written and flushed, whole or not at all."""
+    temporary = path.with_name(path.name + ".writing")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, allow_nan=False))
+
+
+def flush_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
