@@ -145,26 +145,27 @@ class CheckpointSource(Source):
             value = torch.empty(sum(s[0] for s in specs), specs[0][1], dtype=self.dtype, device=self.device)
             start = 0
             for module, (rows, _) in zip(modules, specs, strict=True):
-                value[start : start + rows].copy_(self.checkpoint.read(f"{module}.weight"))
+                self.checkpoint.read_into(f"{module}.weight", value[start : start + rows])
                 start += rows
             return DenseWeight(value)
         parts: list[Quantized | Tensor] = [
             self.checkpoint.read_quantized(module, self.device)
             if module in self.quantized
-            else self._read(f"{module}.weight").to(self.dtype)
+            else self._read(f"{module}.weight", self.dtype)
             for module in modules
         ]
         return QuantizedWeight(parts, self.dtype, keep_copy=self.device.type == "cpu")
 
     def table(self, name: str) -> DenseWeight:
-        return DenseWeight(self._read(name).to(self.dtype))
+        return DenseWeight(self._read(name, self.dtype))
 
     def vector(self, name: str) -> Tensor:
-        return self._read(name)
+        return self._read(name, torch.float32)
 
-    def _read(self, name: str) -> Tensor:
-        self._where(name)
-        return self.checkpoint.read(name).to(self.device)
+    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
+        value = torch.empty(self._where(name), dtype=dtype, device=self.device)
+        self.checkpoint.read_into(name, value)
+        return value
 
     def _where(self, name: str) -> tuple[int, ...]:
         if name not in self.checkpoint.tensors:

@@ -14,6 +14,7 @@ from qerl.quant.safetensors_io import Location, Reader, read_header
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What a hub download brings: weights, configuration, tokenizer; no pickles and no code.
+PIECE = 1 << 22  # elements read at a time
 HUB_WEIGHTS = ["*.safetensors"]
 HUB_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 
@@ -49,6 +50,15 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """A tensor as the file holds it."""
         return self._reader.read(self.tensors[name]).view(self.tensors[name].spec.shape)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """A tensor, piece by piece, into one of the same shape on any device and of any dtype."""
+        where, flat = self.tensors[name], out.view(-1)
+        if where.spec.shape != out.shape:
+            raise ValueError(f"{name} has shape {where.spec.shape} where {tuple(out.shape)} belongs.")
+        for start in range(0, where.spec.numel, PIECE):
+            piece = self._reader.read(where, start, min(PIECE, where.spec.numel - start))
+            flat[start : start + len(piece)].copy_(piece)
 
     @property
     def quantized_modules(self) -> list[str]:
