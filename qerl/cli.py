@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
@@ -47,7 +48,7 @@ def main() -> None:
         app()
     except Interrupted as error:
         _complain(error)
-        sys.exit(130)
+        sys.exit(130 if isinstance(error.__cause__, KeyboardInterrupt) else 1)
     except ValueError as error:
         _complain(error)
         sys.exit(2)
@@ -76,9 +77,18 @@ def byte_progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=log) as bar:
-        task = bar.add_task(what, total=None)
-        yield (lambda total: bar.update(task, total=total)), (lambda n: bar.advance(task, n))
+    bar = Progress(*columns, console=log)
+    task = bar.add_task(what, total=None, start=False)
+
+    def begin(total: int) -> None:  # a refusal before this shows no bar
+        bar.start()
+        bar.start_task(task)
+        bar.update(task, total=total)
+
+    try:
+        yield begin, lambda n: bar.advance(task, n)
+    finally:
+        bar.stop()
 
 
 @app.callback(invoke_without_command=True)
@@ -132,16 +142,16 @@ def _show_report(report: Any) -> None:
     for column, justify in (("kind", "left"), ("layers", "right"), ("weights", "right"), ("error", "right")):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for kind, row in report.by_kind().items():
-        table.add_row(kind, str(row["layers"]), f"{row['weights'] / 1e6:.1f} M", percent(row["relative_error"]))
+        table.add_row(kind, str(row["layers"]), f"{row['weights']:,}", percent(row["relative_error"]))
     screen.print(table)
     if report.worst():
         worst = Table("layer", "error", title="The worst layers")
         for module, error in report.worst():
             worst.add_row(module, percent(error))
         screen.print(worst)
-    before, after = report.bytes_before / 1e9, report.bytes_after / 1e9
+    before, after = report.bytes_before, report.bytes_after
     screen.print(
-        f"{before:.3f} GB -> {after:.3f} GB ({after / before:.0%}), {report.bits_per_weight:.2f} bits a weight, "
+        f"{decimal(before)} -> {decimal(after)} ({after / before:.0%}), {report.bits_per_weight:.2f} bits a weight, "
         f"{report.seconds:.1f} s; 16-bit linear layers: {', '.join(report.ignored) or 'none'}",
         highlight=False,
     )
@@ -163,7 +173,8 @@ def config(overrides: Overrides = None, recipe: Recipe = None) -> None:
 @app.command()
 def memory(
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="Model shapes.", show_default="qwen2.5-3b, 7b, 14b, 32b")
+        list[str] | None,
+        typer.Argument(help="Model shapes, as in `qerl random --help`.", show_default="qwen2.5-3b, 7b, 14b, 32b"),
     ] = None,
 ) -> None:
     """What the weights of a model take in each format, from its shape alone."""
@@ -188,7 +199,9 @@ def memory(
 
 @app.command()
 def random(
-    shape: Annotated[str, typer.Argument(help="A named shape: tiny, qwen2.5-0.5b, ... qwen2.5-32b.")],
+    shape: Annotated[
+        str, typer.Argument(help="tiny, qwen2.5-{0.5b,1.5b,3b,7b,14b,32b}, qwen3-{4b,8b}, llama-3.1-8b, ...")
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:

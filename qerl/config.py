@@ -74,11 +74,14 @@ class QuantizeConfig(Section):
         if self.method in ("awq", "gptq"):
             if self.format == "nf4":
                 raise ValueError(f"method {self.method} knows nvfp4 and mxfp4, not nf4. Use method=mse or rtn for nf4.")
-            if self.calibration.file is None:
-                raise ValueError(
-                    f"method {self.method} needs calibration text: set calibration.file (--calibration FILE)."
-                )
+        elif self.calibration.file is not None:
+            raise ValueError(f"calibration.file is for awq and gptq; method {self.method} reads no text. Drop it.")
         return self
+
+    @field_validator("ignore", mode="before")
+    @classmethod
+    def _one_pattern_is_a_list_of_one(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
 
 class Config(Section):
@@ -106,7 +109,7 @@ def load_config(recipe: Path | None = None, overrides: Iterable[str] = ()) -> Co
         if not equals or not key:
             raise ConfigError(f"{word!r} is not an override; write key=value, for example quantize.method=rtn.")
         try:
-            value = yaml.safe_load(text)
+            value = text if text.startswith("*") else yaml.safe_load(text)  # a shell pattern, not a YAML alias
         except yaml.YAMLError as error:
             raise ConfigError(f"The value in {word!r} is not YAML: {str(error).splitlines()[0]}.") from error
         _put(values, key, value)

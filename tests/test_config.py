@@ -14,6 +14,11 @@ def test_recipe_then_overrides(tmp_path: Path) -> None:
     assert (config.method, config.format, config.double_quant, config.ignore) == ("rtn", "nf4", True, ("*.0.*",))
 
 
+def test_a_single_pattern_may_stand_without_a_list() -> None:
+    assert load_config(None, ["quantize.ignore=*.layers.0.*"]).quantize.ignore == ("*.layers.0.*",)
+    assert load_config(None, ["quantize.ignore=[a, b]"]).quantize.ignore == ("a", "b")
+
+
 def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("# nothing\n")
     assert load_config(tmp_path / "r.yaml") == Config()
@@ -49,8 +54,8 @@ def test_errors_name_the_key_and_the_remedy(override: str, hint: str) -> None:
 def test_combinations_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="double_quant belongs to nf4"):
         load_config(None, ["quantize.double_quant=true"])
-    with pytest.raises(ConfigError, match=r"needs calibration text: set calibration\.file"):
-        load_config(None, ["quantize.method=gptq"])
+    with pytest.raises(ConfigError, match=r"calibration\.file is for awq and gptq"):
+        load_config(None, ["quantize.calibration.file=x.txt"])
     with pytest.raises(ConfigError, match="knows nvfp4 and mxfp4, not nf4"):
         load_config(None, ["quantize.method=awq", "quantize.format=nf4", "quantize.calibration.file=x.txt"])
 

@@ -4,6 +4,7 @@ Each contender runs in a process of its own, on a model with random weights of a
 imports are done, and memory is the process's largest resident size. Run as a module, this file is one contender.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -23,6 +24,10 @@ CONTENDERS = ("qerl", "llm-compressor")
 
 def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """Best of `repeats` runs of each contender, in turns: seconds and peak bytes."""
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise ValueError("The rival is not installed: pip install 'qerl[calibrate]'.")
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"There is no folder {folder}.")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source = Path(scratch) / "source"
         say(f"Writing a random {shape} model ...")
@@ -54,7 +59,7 @@ def _run(name: str, source: Path, out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "qerl.bench.quantize", name, str(source), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     if done.returncode:
-        raise ValueError(f"{name} failed (pip install 'qerl[calibrate]' brings llm-compressor):\n{done.stderr[-2000:]}")
+        raise ValueError(f"{name} failed:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Block, Lora, Projection, RMSNorm
+from qerl.quant.partial import require_new
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, in front of the base model's own names
@@ -77,8 +78,7 @@ def trained_parameters(model: Decoder) -> dict[str, nn.Parameter]:
 
 def save_adapter(model: Decoder, folder: Path, settings: LoraSettings, base_model: str = "") -> None:
     """Write PEFT's folder, through a temporary one beside it."""
-    if folder.exists():
-        raise ValueError(f"{folder} exists. Name a new folder, or remove it first.")
+    require_new(folder)
     tensors = {f"{PREFIX}{name}": tensor.detach().contiguous().cpu() for name, tensor, _ in _tensors(model)}
     if not tensors:
         raise ValueError("The model has no adapter to save.")

@@ -10,6 +10,7 @@ import torch
 
 from qerl.model.shapes import Shape
 from qerl.quant.checkpoint import SINGLE
+from qerl.quant.partial import require_new, writable
 from qerl.quant.safetensors_io import Writer
 
 PIECE = 1 << 22
@@ -20,13 +21,18 @@ def write_random_checkpoint(
     shape: Shape, out: Path, seed: int = 0, on_bytes: Callable[[int], None] = lambda n: None
 ) -> None:
     """Matrices N(0, .02), gains 1, biases 0, in bf16; made in a temporary folder, then renamed."""
-    if out.exists():
-        raise ValueError(f"{out} exists. Name a new folder, or remove it first.")
+    require_new(out)
     partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with writable(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    writer = Writer(partial / SINGLE, shape.tensors())
+    try:
+        with writable(partial):
+            writer = Writer(partial / SINGLE, shape.tensors())
+    except ValueError:
+        shutil.rmtree(partial)
+        raise
     try:
         for name, spec in shape.tensors().items():
             for start in range(0, spec.numel, PIECE):

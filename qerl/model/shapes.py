@@ -90,6 +90,7 @@ SHAPES = {
 
 
 def shape_named(name: str) -> Shape:
+    name = name.lower()
     if name not in SHAPES:
         raise ValueError(f"There is no shape {name!r}; known are {', '.join(SHAPES)}.")
     return SHAPES[name]

@@ -42,7 +42,11 @@ def require(method: str, device: str, file: Path | None) -> None:
         raise ValueError(f"Method {method} needs llm-compressor: pip install 'qerl[calibrate]'.")
     if method == "awq" and not device.startswith("cuda"):
         raise ValueError("llm-compressor's AWQ needs a GPU. Use method gptq, mse or rtn on the CPU.")
-    if file is None or not file.is_file():
+    if file is None:
+        raise ValueError(
+            f"Method {method} needs calibration text: --calibration FILE, or quantize.calibration.file=FILE."
+        )
+    if not file.is_file():
         raise ValueError(f"There is no calibration file {file}. Give JSONL or plain text: --calibration FILE.")
 
 
@@ -68,7 +72,9 @@ def calibrate(
     _require_finite(source)
     with claimed(out, f"{method} {started}", say) as partial:  # never resumed
         require_space(partial, sum(plan.shard_nbytes(i) for i in range(len(plan.shards))))
-        say(f"Calibrating {method} on {len(samples)} sequences, {sum(map(len, samples))} tokens.")
+        found, asked = sum(map(len, samples)), text.num_samples * text.max_seq_length
+        short = "" if found >= asked else f" ({text.file} has no more; {asked} were asked for)"
+        say(f"Calibrating {method} on {len(samples)} sequences, {found} tokens{short}.")
         try:
             # llm-compressor writes its log to stdout, which belongs to results.
             with contextlib.redirect_stdout(sys.stderr):
@@ -127,7 +133,7 @@ def _oneshot(
         num_calibration_samples=len(rows),
         max_seq_length=max_seq_length,
     )
-    model.save_pretrained(into, save_compressed=True, max_shard_size=f"{int(max_shard_gb * 1000)}MB")
+    model.save_pretrained(into, save_compressed=True, max_shard_size=int(max_shard_gb * 1e9))
 
 
 def _require_finite(source: Checkpoint) -> None:

@@ -83,9 +83,10 @@ def convert(
         except (KeyboardInterrupt, OSError) as error:
             done = sum(_is_finished(partial / plan.shard_name(i)) for i in range(len(plan.shards)))
             reason = f"stopped by an error ({error})" if isinstance(error, OSError) else "interrupted"
+            kept = f"{done} of {len(plan.shards)} shards are finished and kept in {partial}"
             raise Interrupted(
-                f"Quantizing was {reason}. {out} was not made; {done} of {len(plan.shards)} finished shards are kept "
-                f"in {partial}. Run the same command again to go on, or delete that folder."
+                f"Quantizing was {reason}. {out} was not made; {kept if done else 'no shard was finished'}. "
+                f"Run the same command again to {'go on, or delete that folder' if done else 'start over'}."
             ) from error
     return report
 

@@ -28,22 +28,21 @@ def require_new(out: Path) -> None:
 
 @contextmanager
 def claimed(out: Path, identity: str, say: Callable[[str], None]) -> Iterator[Path]:
-    """The partial folder of `out`, locked; emptied if it was begun with another identity."""
+    """The partial folder of `out`, locked; emptied if it was begun with another identity, and removed if the work fails
+    before anything in it is finished."""
     require_new(out)
     partial = partial_folder(out)
     mark = partial / RESUME / "identity"
-    if partial.exists() and any(partial.iterdir()) and not mark.exists():
+    if partial.exists() and not mark.exists() and any(path.name != RESUME for path in partial.iterdir()):
         raise ValueError(f"{partial} is not a folder that qerl began. Move it away, or name another OUT.")
-    try:
+    with writable(partial):
         (partial / RESUME).mkdir(parents=True, exist_ok=True)
         lock = os.open(partial, os.O_RDONLY)
-    except OSError as error:
-        raise ValueError(
-            f"Can't write {partial}: {error.strerror}. Name an OUT in a folder that you can write."
-        ) from error
+    held = False
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
         except BlockingIOError as error:
             raise ValueError(f"Another process is writing {partial}. Wait for it, or name another OUT.") from error
         require_new(out)  # it may have been finished by another process just now
@@ -52,11 +51,27 @@ def claimed(out: Path, identity: str, say: Callable[[str], None]) -> Iterator[Pa
                 say(f"{partial} was begun from another source or with other settings: starting over.")
             for path in partial.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            (partial / RESUME).mkdir()
-            write_text(mark, identity)
+            with writable(partial):
+                (partial / RESUME).mkdir()
+                write_text(mark, identity)
         yield partial
+    except BaseException:
+        if held and partial.exists() and all(path.name in (RESUME, mark.name) for path in partial.rglob("*")):
+            shutil.rmtree(partial)
+        raise
     finally:
         os.close(lock)
+
+
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Turns the system's refusal to write into a message."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"Can't write {path}: {error.strerror}. Free space, or name a folder that you can write."
+        ) from error
 
 
 def complete(partial: Path, out: Path) -> None:
@@ -75,8 +90,8 @@ def require_space(partial: Path, needed: int) -> None:
     free = shutil.disk_usage(partial).free
     if free < needed + DISK_MARGIN:
         raise ValueError(
-            f"{partial.parent} has {free / 1e9:.2f} GB free; the result needs {needed / 1e9:.2f} GB. "
-            "Free some space or name an OUT on another disk."
+            f"{partial.parent} has {free / 1e6:.0f} MB free; the result needs {needed / 1e6:.0f} MB and "
+            f"{DISK_MARGIN / 1e6:.0f} MB of air. Free some space or name an OUT on another disk."
         )
 
 

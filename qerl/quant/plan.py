@@ -106,7 +106,7 @@ def make_plan(source: Checkpoint, layout: Layout, ignore: tuple[str, ...], max_s
     """Refuses, with the remedy, whatever can't be converted."""
     bones = skeleton(source.folder)
     _require_same(source, bones)
-    ignored = _match(ignore, list(bones.linear))
+    ignored = _match(ignore, [*bones.linear, *([bones.head] if bones.head else [])])
     chosen = [name for name in bones.linear if name not in ignored]
     if not chosen:
         raise ValueError("--ignore covers every linear layer: there is nothing left to quantize.")

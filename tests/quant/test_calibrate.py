@@ -104,6 +104,11 @@ def test_nan_is_refused_before_the_library_sees_it(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_missing_text_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="needs calibration text: --calibration FILE"):
+        calibrate.require("gptq", "cpu", None)
+
+
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, text: Path) -> None:
     monkeypatch.setattr(calibrate.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'qerl\[calibrate\]'"):

@@ -185,7 +185,7 @@ def test_nan_is_refused_with_the_tensors_name(
     with pytest.raises(ValueError, match=f"{tensor} holds NaN or Inf"):
         run(source, tmp_path / "out", format)
     assert not (tmp_path / "out").exists()
-    assert not list((tmp_path / "out.partial").glob("*.writing"))
+    assert not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4"])
@@ -261,7 +261,7 @@ def test_interrupted_it_leaves_no_out_and_resumes_from_finished_shards(
 ) -> None:
     source, out = make_checkpoint("llama"), tmp_path / "out"
     run(source, tmp_path / "straight", method="mse", shard_gb=30e-6)
-    with pytest.raises(Interrupted, match=r"interrupted.*out was not made.*finished shards are kept.*same command"):
+    with pytest.raises(Interrupted, match=r"interrupted.*out was not made.*shards are finished and kept.*same command"):
         run(source, out, method="mse", shard_gb=30e-6, on_bytes=StopAfter(150_000, KeyboardInterrupt()))
     assert not out.exists()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("*.safetensors")}
@@ -302,7 +302,7 @@ def test_a_disk_that_fills_up_is_said_and_can_be_resumed(
         reserve(fd, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", full_at_the_third)
-    with pytest.raises(Interrupted, match=r"No space left.*2 of \d+ finished shards"):
+    with pytest.raises(Interrupted, match=r"No space left.*2 of \d+ shards are finished"):
         run(source, out, shard_gb=30e-6)
     assert not out.exists()
     run(source, out, shard_gb=30e-6)
@@ -314,7 +314,7 @@ def test_too_little_disk_is_refused_before_work(
 ) -> None:
     usage = convert_module.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ValueError, match=r"GB free; the result needs"):
+    with pytest.raises(ValueError, match=r"MB free; the result needs"):
         run(make_checkpoint(), tmp_path / "out")
 
 
