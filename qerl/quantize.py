@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from qerl.config import QuantizeConfig
+from qerl.device import resolve_device
 from qerl.quant import calibrate
 from qerl.quant.checkpoint import Checkpoint, resolve
 from qerl.quant.convert import convert
@@ -29,7 +28,7 @@ def quantize(
     """
     out = out.expanduser().absolute()
     require_new(out)
-    device = resolve_device(settings.device)
+    device = str(resolve_device(settings.device))
     calibrated = settings.method in ("awq", "gptq")
     if calibrated:
         calibrate.require(settings.method, device, settings.calibration.file)
@@ -44,18 +43,3 @@ def quantize(
             shard_gb = settings.max_shard_size
             return calibrate.calibrate(source, out, layout, plan, settings.method, device, text, shard_gb, say)
         return convert(source, out, layout, plan, settings.method, device, on_bytes, say)
-
-
-def resolve_device(name: str) -> str:
-    """auto -> cuda if there is one; anything that this machine lacks is refused."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"{name!r} is not a device; write cpu, cuda, cuda:1 or auto.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"qerl computes on cpu or cuda, not on {name!r}.")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(f"This machine has no device {name} ({torch.cuda.device_count()} GPUs). Use --device cpu.")
-    return name

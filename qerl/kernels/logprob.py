@@ -21,8 +21,16 @@ def logprob(
 
     Gradients reach hidden_TD and, where it requires them, head_VD. chunk: tokens at a time; by default CHUNK_BYTES.
     """
-    if temperature <= 0:
+    if not temperature > 0:
         raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
+    if hidden_TD.shape[:1] != targets_T.shape:
+        raise ValueError(f"{len(hidden_TD)} hidden states for {len(targets_T)} targets: index the hidden states first.")
+    if (
+        not targets_T.is_cuda
+        and targets_T.numel()
+        and not 0 <= int(targets_T.min()) <= int(targets_T.max()) < len(head_VD)
+    ):
+        raise ValueError(f"Targets must be token ids from 0 to {len(head_VD) - 1}; leave out what has no target.")
     size = chunk or max(1, CHUNK_BYTES // (4 * head_VD.shape[0]))
     logp_T, entropy_T = _LogProb.apply(hidden_TD, head_VD, targets_T, temperature, size)  # type: ignore[no-untyped-call]
     return logp_T, entropy_T

@@ -10,65 +10,56 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
-from qerl.model.layers import Block, Lora, Projection, RMSNorm
+from qerl.model.layers import Block, Lora, LoraSettings, Projection, RMSNorm
 from qerl.quant.partial import require_new
 
+HARMLESS_INITS = ("gaussian", "eva", "orthogonal")  # others change the base weights as well
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's, in front of the base model's own names
 NORMS = ("input_layernorm", "post_attention_layernorm")
-# PEFT features that change the arithmetic and that this decoder lacks, with the value that means "not used".
-UNSUPPORTED = {
-    "use_dora": False, "use_qalora": False, "lora_bias": False, "fan_in_fan_out": False, "bias": "none",
-    "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None, "layer_replication": None,
-    "target_parameters": None, "trainable_token_indices": None, "alora_invocation_tokens": None,
-    "megatron_config": None, "arrow_config": None,
+# Fields of PEFT's configuration that say nothing about the arithmetic, or that are read here. Any other field that is
+# set is a feature that would be lost in silence.
+KNOWN = {
+    "peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version",
+    "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "lora_dropout", "init_lora_weights",
+    "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config",
+    "corda_config", "lora_ga_config", "ensure_weight_tying",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """What an adapter is made of; names as in PEFT's LoraConfig."""
-
-    r: int = 32
-    lora_alpha: float = 64
-    target_modules: tuple[str, ...] | str = PROJECTIONS  # names or endings of names; a regular expression; "all-linear"
-    use_rslora: bool = False
-    train_norms: bool = False  # the two norms of every block as well
-
-    @property
-    def scale(self) -> float:
-        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 def add_lora(model: Decoder, settings: LoraSettings, seed: int = 0) -> None:
     """Attach fresh LoRA, initialised as PEFT does: A uniform in +-1/sqrt(K), B zero, so that nothing changes yet."""
     if settings.r < 1:
         raise ValueError(f"LoRA needs a rank of at least 1, not {settings.r}.")
-    if any(projection.lora for _, projection, _ in _projections(model)):
-        raise ValueError("The model has an adapter already.")
+    if settings.lora_alpha <= 0:
+        raise ValueError(f"LoRA needs a lora_alpha above 0, not {settings.lora_alpha}.")
+    if model.lora is not None:
+        raise ValueError("The model has an adapter already; load the model anew for another one.")
     if model.embedding.trained is not None:
-        raise ValueError("Full training and LoRA exclude each other.")
+        raise ValueError("Full training and LoRA exclude each other: load the model anew for LoRA.")
     chosen = _match(settings.target_modules, [name for name, _, _ in _projections(model)])
     generator = torch.Generator().manual_seed(seed)
     for name, projection, part in _projections(model):
         if name in chosen:
             inputs, outputs = model.arch.inputs(part), model.arch.outputs(part)
-            a_RK = (torch.rand(settings.r, inputs, generator=generator) * 2 - 1) / math.sqrt(inputs)
-            b_NR = torch.zeros(outputs, settings.r)
-            projection.lora[part] = Lora(a_RK.to(model.device), b_NR.to(model.device), settings.scale, model.dtype)
+            uniform = torch.rand(settings.r, inputs, generator=generator, dtype=torch.float32) * 2 - 1
+            a_RK = (uniform / math.sqrt(inputs)).to(model.device)
+            b_NR = torch.zeros(outputs, settings.r, dtype=torch.float32, device=model.device)
+            projection.lora[part] = Lora(a_RK, b_NR, settings.scale, model.dtype)
     if settings.train_norms:
         for _, norm in _norms(model):
             norm.train_gain()
+    model.lora = settings
 
 
 def trained_parameters(model: Decoder) -> dict[str, nn.Parameter]:
@@ -76,19 +67,21 @@ def trained_parameters(model: Decoder) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def save_adapter(model: Decoder, folder: Path, settings: LoraSettings, base_model: str = "") -> None:
-    """Write PEFT's folder, through a temporary one beside it."""
+def save_adapter(model: Decoder, folder: Path | str, base_model: str = "") -> None:
+    """Write PEFT's folder, through a temporary one beside it. base_model: its name, by default what was loaded."""
+    folder = Path(folder)
     require_new(folder)
+    settings = model.lora
+    if settings is None:
+        raise ValueError("The model has no adapter to save: add_lora or load_adapter comes first.")
     tensors = {f"{PREFIX}{name}": tensor.detach().contiguous().cpu() for name, tensor, _ in _tensors(model)}
-    if not tensors:
-        raise ValueError("The model has no adapter to save.")
     targets = sorted({name for name, projection, part in _projections(model) if part in projection.lora})
     endings = sorted({name.rpartition(".")[2] for name in targets})
     all_with_endings = [name for name, _, part in _projections(model) if part in endings]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": base_model or model.source,
         "inference_mode": True,
         "r": settings.r,
         "lora_alpha": settings.lora_alpha,
@@ -114,38 +107,69 @@ def read_settings(folder: Path) -> LoraSettings:
     config = json.loads(path.read_text())
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder} is a {config.get('peft_type')} adapter; only LORA is supported.")
-    used = [key for key, off in UNSUPPORTED.items() if config.get(key) is not None and config[key] != off]
-    if isinstance(init := config.get("init_lora_weights"), str) and init != "gaussian":
+    used = [key for key, value in config.items() if key not in KNOWN and value and value != "none"]
+    if isinstance(init := config.get("init_lora_weights"), str) and init not in HARMLESS_INITS:
         used.append(f"init_lora_weights={init}")
-    extra = sorted(set(config.get("modules_to_save") or ()) - set(NORMS))
-    used += [f"modules_to_save={name}" for name in extra]
+    saved = set(config.get("modules_to_save") or ())
+    used += [f"modules_to_save={name}" for name in sorted(saved - set(NORMS))]
     if used:
         raise ValueError(f"{folder} uses {', '.join(used)}, which qerl does not support.")
+    if saved and saved != set(NORMS):
+        raise ValueError(
+            f"{folder} trains only one of the norms {' and '.join(NORMS)} (modules_to_save); both or none."
+        )
     targets = config["target_modules"]
     return LoraSettings(
         r=config["r"],
         lora_alpha=config["lora_alpha"],
         target_modules=targets if isinstance(targets, str) else tuple(targets),
         use_rslora=bool(config.get("use_rslora")),
-        train_norms=bool(config.get("modules_to_save")),
+        train_norms=bool(saved),
     )
 
 
-def load_adapter(model: Decoder, folder: Path) -> LoraSettings:
-    """Attach a PEFT adapter, or write its values into the one that is there if they are of the same shape."""
+def load_adapter(model: Decoder, folder: Path | str) -> LoraSettings:
+    """Attach a PEFT adapter, or write its values in place into one of the same shape and scale. All or nothing."""
+    folder = Path(folder)
     settings = read_settings(folder)
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}.")
-    stored = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
-    if not any(projection.lora for _, projection, _ in _projections(model)):
-        add_lora(model, settings)
-    places = {name: write for name, _, write in _tensors(model)}
-    if stored.keys() != places.keys():
-        odd = sorted(stored.keys() ^ places.keys())
+    try:
+        stored = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is damaged: {error}.") from error
+    shapes = _expected(model, settings)
+    if stored.keys() != shapes.keys():
+        odd = sorted(stored.keys() ^ shapes.keys())
         raise ValueError(f"{folder} does not fit this model: {len(odd)} tensors on one side only, such as {odd[0]}.")
-    for name, write in places.items():
+    for name, shape in shapes.items():
+        if (found := tuple(stored[name].shape)) != shape:
+            raise ValueError(f"{folder} does not fit this model: {name} has shape {found}, not {shape}.")
+    if model.lora is None:
+        add_lora(model, settings)
+    elif {name: tuple(tensor.shape) for name, tensor, _ in _tensors(model)} != shapes:
+        raise ValueError(f"{folder} does not fit the adapter that the model has; load the model anew for this one.")
+    elif model.lora.scale != settings.scale:
+        raise ValueError(
+            f"{folder} scales its LoRA by {settings.scale:g} (lora_alpha, r, use_rslora), the model's adapter by "
+            f"{model.lora.scale:g}; load the model anew for this one."
+        )
+    for name, _, write in _tensors(model):
         write(stored[name])
     return settings
+
+
+def _expected(model: Decoder, settings: LoraSettings) -> dict[str, tuple[int, ...]]:
+    """The tensors that an adapter of these settings has for this model."""
+    chosen = _match(settings.target_modules, [name for name, _, _ in _projections(model)])
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, _, part in _projections(model):
+        if name in chosen:
+            shapes[f"{name}.lora_A.weight"] = (settings.r, model.arch.inputs(part))
+            shapes[f"{name}.lora_B.weight"] = (model.arch.outputs(part), settings.r)
+    if settings.train_norms:
+        shapes |= {f"{name}.weight": (model.arch.hidden,) for name, _ in _norms(model)}
+    return shapes
 
 
 def _projections(model: Decoder) -> Iterator[tuple[str, Projection, str]]:
@@ -187,9 +211,13 @@ def _match(targets: tuple[str, ...] | str, names: list[str]) -> set[str]:
     if targets == "all-linear":
         return set(names)
     if isinstance(targets, str):
-        found = {name for name in names if re.fullmatch(targets, name)}
+        try:
+            found = {name for name in names if re.fullmatch(targets, name)}
+        except re.error as error:
+            raise ValueError(f"LoRA targets {targets!r} are not a regular expression: {error}.") from error
         if not found:
-            raise ValueError(f"LoRA targets {targets!r} match nothing. {existing}")
+            hint = f"A string is a regular expression for the whole name; for one ending write ({targets!r},)."
+            raise ValueError(f"LoRA targets {targets!r} match nothing. {hint} {existing}")
         return found
     matched: set[str] = set()
     for target in targets:

@@ -78,16 +78,30 @@ def architecture_of(config: Any) -> Architecture:
         qk_norm=kind == "qwen3",
         biased=frozenset(biased),
         windows=_windows(config),
-        rope=dict(config.rope_parameters),
+        rope=_rope(config),
         max_positions=config.max_position_embeddings,
     )
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    rope = dict(config.rope_parameters)
+    if original := getattr(config, "original_max_position_embeddings", None):  # the model's own word counts first
+        rope["original_max_position_embeddings"] = original
+    return rope
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     window: int | None = getattr(config, "sliding_window", None)
     layers: int = config.num_hidden_layers
+    odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if odd:
+        raise ValueError(f"Layers of type {', '.join(sorted(odd))} are not supported, only full and sliding attention.")
     if window is None:
         return (None,) * layers
+    if window < 1:
+        raise ValueError(
+            f"A sliding window of {window} tokens makes no sense; config.json must say null or 1 and more."
+        )
     kinds = getattr(config, "layer_types", None)
     if kinds is None:  # Mistral: all layers
         return (window,) * layers

@@ -1,10 +1,13 @@
 """The one model definition: the trainer and the sampler hold the same `Decoder` and differ only in attention.
 
-Forwards run over packed tokens. What a forward applies (adapter, noise) and how it attends are arguments.
+Forwards run over packed tokens. How a forward attends and whether noise applies are its arguments; the adapter applies
+unless it is inside `adapter_disabled()`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,7 @@ from qerl.kernels.attention import packed_attention
 from qerl.kernels.logprob import float32_product, logprob
 from qerl.kernels.rope import rope_frequencies, rope_tables
 from qerl.model.architecture import Architecture
-from qerl.model.layers import Attend, Block, DenseWeight, Mode, RMSNorm
+from qerl.model.layers import Attend, Block, DenseWeight, LoraSettings, Mode, Projection, QuantizedWeight, RMSNorm
 from qerl.model.packing import Packed
 
 
@@ -31,6 +34,7 @@ class Decoder(nn.Module):
         head: DenseWeight | None,
         dtype: torch.dtype,
         device: torch.device,
+        source: str = "",
     ) -> None:
         super().__init__()
         self.arch, self.dtype, self.device = arch, dtype, device
@@ -39,10 +43,18 @@ class Decoder(nn.Module):
         frequencies, self.rope_factor = rope_frequencies(arch.head_dim, arch.rope, arch.max_positions)
         self.rope_frequencies = frequencies.to(device)
         self.adapter_enabled = True
+        self.lora: LoraSettings | None = None  # of the adapter that is attached
+        self.noise_version = 0  # counts the draws of noise
+        self.source = source  # the folder or hub id that the weights came from
 
     @property
     def head(self) -> DenseWeight:
         return self.embedding if self.untied_head is None else self.untied_head
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Decoder":
+        raise ValueError(
+            "A Decoder stays on the device and in the dtype that it was loaded with; load it anew instead."
+        )
 
     def forward(self, packed: Packed, noise: bool = False, recompute: bool = False) -> Tensor:
         """Hidden states after the final norm, [T, D]. recompute: keep only each block's input for the backward pass."""
@@ -50,6 +62,11 @@ class Decoder(nn.Module):
         def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
             return packed_attention(q_THd, k_TGd, v_TGd, packed.bounds_S1, packed.lengths, self.arch.windows[layer])
 
+        if not isinstance(packed, Packed):
+            raise ValueError("A forward takes packed sequences: model(pack([ids, ...], model.device)).")
+        ids_T = packed.ids_T
+        if not ids_T.is_cuda and not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.arch.vocab:
+            raise ValueError(f"Token ids must be from 0 to {self.arch.vocab - 1}; is the tokenizer another model's?")
         return self.run(packed.ids_T, packed.positions_T, attend, noise, recompute)
 
     def run(
@@ -61,10 +78,22 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(positions_T, self.rope_frequencies, self.rope_factor, self.dtype)
         for block in self.blocks:
             if recompute and torch.is_grad_enabled():
-                x_TD = checkpoint(block, x_TD, cos, sin, attend, mode, use_reentrant=False)
+                guarded = partial(self._same_noise, block, self.noise_version)
+                x_TD = checkpoint(guarded, x_TD, cos, sin, attend, mode, use_reentrant=False)
             else:
                 x_TD = block(x_TD, cos, sin, attend, mode)
         out: Tensor = self.norm(x_TD, mode)
+        return out
+
+    def _same_noise(
+        self, block: nn.Module, version: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mode: Mode
+    ) -> Tensor:
+        """A block that is run again in the backward pass must see the noise of its forward."""
+        if mode.noise and version != self.noise_version:
+            raise ValueError(
+                "Noise changed between a forward with recompute=True and its backward; draw it afterwards."
+            )
+        out: Tensor = block(x_TD, cos, sin, attend, mode)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -78,6 +107,8 @@ class Decoder(nn.Module):
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
         """Inside, forwards give the reference policy: no LoRA, the norms' original gains."""
+        if self.embedding.trained is not None:
+            raise ValueError("Full training keeps no reference policy in the model: load the original a second time.")
         before, self.adapter_enabled = self.adapter_enabled, False
         try:
             yield
@@ -86,8 +117,8 @@ class Decoder(nn.Module):
 
     def train_in_full(self) -> None:
         """Every weight becomes trained: full-parameter training, on a 16-bit base without LoRA."""
-        from qerl.model.layers import Projection, QuantizedWeight
-
+        if self.embedding.trained is not None:
+            raise ValueError("The model is trained in full already.")
         if any(isinstance(module, QuantizedWeight) for module in self.modules()):
             raise ValueError("Full training needs a 16-bit base: load with base='bf16'.")
         if any(module.lora for module in self.modules() if isinstance(module, Projection)):

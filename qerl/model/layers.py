@@ -1,5 +1,6 @@
 """The parts of the decoder: weights (dense or 4-bit), projections with LoRA, norms with noise, and their block."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from qerl.kernels.quant_linear import quant_linear
 from qerl.kernels.rms_norm import rms_norm
 from qerl.kernels.rope import rope
 from qerl.kernels.swiglu import swiglu
-from qerl.model.architecture import QKV, Architecture
+from qerl.model.architecture import PROJECTIONS, QKV, Architecture
 from qerl.model.trained import Trained
 from qerl.quant.layout import Quantized, dequantize_into
 
@@ -80,6 +81,21 @@ class QuantizedWeight(nn.Module):
 
 
 Weight = DenseWeight | QuantizedWeight
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """What an adapter is made of; names as in PEFT's LoraConfig."""
+
+    r: int = 32
+    lora_alpha: float = 64
+    target_modules: tuple[str, ...] | str = PROJECTIONS  # names or endings of names; a regular expression; "all-linear"
+    use_rslora: bool = False
+    train_norms: bool = False  # the two norms of every block as well
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 class Lora(nn.Module):

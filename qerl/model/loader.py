@@ -4,25 +4,32 @@ Beside the model being built there is never more than the tensors of one fused l
 run on 4 bits goes through the streaming converter once; the result stays in the user's cache folder for the next time.
 """
 
+import fcntl
 import logging
+import os
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from qerl.device import resolve_device
 from qerl.model.architecture import PROJECTIONS, QKV, Architecture, architecture_of
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Attention, Block, DenseWeight, Mlp, Projection, QuantizedWeight, RMSNorm, Weight
 from qerl.model.shapes import shape_named
 from qerl.quant import mxfp4, nf4, nvfp4
-from qerl.quant.checkpoint import Checkpoint, resolve
+from qerl.quant.checkpoint import Checkpoint, read_config, resolve
 from qerl.quant.convert import convert, fingerprint
 from qerl.quant.layout import Quantized, layout_for, layout_of
-from qerl.quant.plan import make_plan
+from qerl.quant.partial import writable
+from qerl.quant.plan import BAD_CONFIG, make_plan
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+METHODS = ("rtn", "mse")
 BASES = ("bf16", "nvfp4", "mxfp4", "nf4")
 LARGE_COPY = 4 << 30  # bytes of dequantized weights on a CPU from which on the user is told
 
@@ -33,9 +40,9 @@ def load(
     model: str,
     base: str = "nvfp4",
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     method: str = "mse",
-    cache_dir: Path | None = None,
+    cache_dir: Path | str | None = None,
 ) -> Decoder:
     """A `Decoder` from a folder or hub id.
 
@@ -44,48 +51,69 @@ def load(
     (default ~/.cache/qerl). device: by default a GPU if there is one. dtype: of activations and 16-bit weights; by
     default bf16 on a GPU and float32 on a CPU.
     """
-    if base not in BASES:
-        raise ValueError(f"There is no base {base!r}; choose one of {', '.join(BASES)}.")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    folder = resolve(model)
+    device, dtype = _place(base, device, dtype)
+    if method not in METHODS:
+        raise ValueError(
+            f"Loading rounds by {' or '.join(METHODS)}, not {method!r}; for others use `qerl quantize` first."
+        )
+
+    def check(folder: Path) -> None:
+        _architecture(folder)
+        stored = read_config(folder).get("quantization_config")
+        if stored and (format := layout_of(stored).format) != base:
+            raise ValueError(f"{model} is quantized as {format}: load it with base={format!r}.")
+
+    folder = resolve(model, check)
     arch = _architecture(folder)
-    with Checkpoint(folder) as plain:
-        stored = plain.config.get("quantization_config")
-        if stored is not None and layout_of(stored).format != base:
-            raise ValueError(
-                f"{model} is quantized as {layout_of(stored).format}: load it with base={base_of(stored)!r}."
-            )
-        if stored is None and base != "bf16":
-            folder = _quantized(plain, base, method, cache_dir or Path.home() / ".cache" / "qerl")
+    if base != "bf16" and not read_config(folder).get("quantization_config"):
+        folder = _quantized(folder, base, method, Path(cache_dir or Path.home() / ".cache" / "qerl"))
+    _warn_of_copies(arch, base, dtype, device)
     with Checkpoint(folder) as checkpoint:
-        return build(arch, CheckpointSource(checkpoint, dtype, device), dtype, device)
+        source = CheckpointSource(arch, checkpoint, dtype, device)
+        decoder = build(arch, source, dtype, device, model)
+        source.require_all_read()
+        return decoder
 
 
 def load_random(
     shape: str,
     base: str = "nvfp4",
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     seed: int = 0,
     layers: int | None = None,
 ) -> Decoder:
     """A `Decoder` with random weights of a named shape, made on the device: for benchmarks. layers: fewer than all."""
     import transformers
 
-    if base not in BASES:
-        raise ValueError(f"There is no base {base!r}; choose one of {', '.join(BASES)}.")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+    device, dtype = _place(base, device, dtype)
     config = shape_named(shape).config()
     if layers is not None:
         config["num_hidden_layers"] = layers
     arch = architecture_of(transformers.AutoConfig.for_model(**config))
+    _warn_of_copies(arch, base, dtype, device)
     return build(arch, RandomSource(arch, base, dtype, device, seed), dtype, device)
 
 
-def base_of(quantization_config: dict[str, Any]) -> str:
-    return layout_of(quantization_config).format
+def _place(
+    base: str, device: str | torch.device | None, dtype: torch.dtype | str | None
+) -> tuple[torch.device, torch.dtype]:
+    if base not in BASES:
+        raise ValueError(f"There is no base {base!r}; choose one of {', '.join(BASES)}.")
+    where = resolve_device(device)
+    if dtype is None:
+        return where, torch.float32 if where.type == "cpu" else torch.bfloat16
+    chosen = DTYPES.get(str(dtype).removeprefix("torch."))
+    if chosen is None:
+        raise ValueError(f"There is no compute dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    return where, chosen
+
+
+def _warn_of_copies(arch: Architecture, base: str, dtype: torch.dtype, device: torch.device) -> None:
+    weights = arch.layers * sum(arch.outputs(name) * arch.inputs(name) for name in PROJECTIONS)
+    nbytes = weights * dtype.itemsize
+    if base != "bf16" and device.type == "cpu" and nbytes > LARGE_COPY:
+        log.warning("On a CPU 4-bit layers keep a dequantized copy: %.1f GB of memory here.", nbytes / 1e9)
 
 
 class Source(ABC):
@@ -104,7 +132,9 @@ class Source(ABC):
         """A gain or bias."""
 
 
-def build(arch: Architecture, source: Source, dtype: torch.dtype, device: torch.device) -> Decoder:
+def build(arch: Architecture, source: Source, dtype: torch.dtype, device: torch.device, name: str = "") -> Decoder:
+    """The decoder from its weights; name: where they came from."""
+
     def norm(name: str, takes_noise: bool = False) -> RMSNorm:
         return RMSNorm(source.vector(f"{name}.weight"), arch.norm_eps, takes_noise)
 
@@ -125,52 +155,75 @@ def build(arch: Architecture, source: Source, dtype: torch.dtype, device: torch.
     embedding = source.table("model.embed_tokens.weight")
     blocks = [block(i) for i in range(arch.layers)]
     head = None if arch.tied else source.table("lm_head.weight")
-    model = Decoder(arch, embedding, blocks, norm("model.norm"), head, dtype, device)
-    kept = [m.kept for m in model.modules() if isinstance(m, QuantizedWeight) and m.kept is not None]
-    if (nbytes := sum(copy.nbytes for copy in kept)) > LARGE_COPY:
-        log.warning("On a CPU 4-bit layers keep a dequantized copy: %.1f GB of memory here.", nbytes / 1e9)
-    return model
+    return Decoder(arch, embedding, blocks, norm("model.norm"), head, dtype, device, name)
 
 
 class CheckpointSource(Source):
-    """Tensors of a checkpoint folder, plain or quantized."""
+    """Tensors of a checkpoint folder, plain or quantized. Each must have the shape that the architecture asks for."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+    def __init__(self, arch: Architecture, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.arch, self.checkpoint, self.dtype, self.device = arch, checkpoint, dtype, device
         self.quantized = set(checkpoint.quantized_modules)
+        self.used: set[str] = set()
 
     def matrix(self, modules: tuple[str, ...]) -> Weight:
-        if not any(module in self.quantized for module in modules):
-            specs = [self._where(f"{module}.weight") for module in modules]
-            value = torch.empty(sum(s[0] for s in specs), specs[0][1], dtype=self.dtype, device=self.device)
-            start = 0
-            for module, (rows, _) in zip(modules, specs, strict=True):
-                self.checkpoint.read_into(f"{module}.weight", value[start : start + rows])
-                start += rows
-            return DenseWeight(value)
-        parts: list[Quantized | Tensor] = [
-            self.checkpoint.read_quantized(module, self.device)
-            if module in self.quantized
-            else self._read(f"{module}.weight", self.dtype)
-            for module in modules
-        ]
-        return QuantizedWeight(parts, self.dtype, keep_copy=self.device.type == "cpu")
+        shapes = [_matrix_shape(self.arch, module) for module in modules]
+        if any(module in self.quantized for module in modules):
+            parts = [self._part(module, shape) for module, shape in zip(modules, shapes, strict=True)]
+            return QuantizedWeight(parts, self.dtype, keep_copy=self.device.type == "cpu")
+        value = torch.empty(sum(n for n, _ in shapes), shapes[0][1], dtype=self.dtype, device=self.device)
+        start = 0
+        for module, (rows, _) in zip(modules, shapes, strict=True):
+            self._read_into(f"{module}.weight", value[start : start + rows])
+            start += rows
+        return DenseWeight(value)
+
+    def _part(self, module: str, shape: tuple[int, int]) -> Quantized | Tensor:
+        if module not in self.quantized:
+            return self._read(f"{module}.weight", shape, self.dtype)
+        self.used |= {name for name in self.checkpoint.tensors if name.startswith(f"{module}.weight")}
+        q = self.checkpoint.read_quantized(module, self.device)
+        if tuple(q.shape) != shape:
+            raise ValueError(f"{module} has shape {tuple(q.shape)}, where config.json asks for {shape}.")
+        return q
 
     def table(self, name: str) -> DenseWeight:
-        return DenseWeight(self._read(name, self.dtype))
+        return DenseWeight(self._read(name, (self.arch.vocab, self.arch.hidden), self.dtype))
 
     def vector(self, name: str) -> Tensor:
-        return self._read(name, torch.float32)
+        return self._read(name, (_vector_size(self.arch, name),), torch.float32)
 
-    def _read(self, name: str, dtype: torch.dtype) -> Tensor:
-        value = torch.empty(self._where(name), dtype=dtype, device=self.device)
-        self.checkpoint.read_into(name, value)
+    def require_all_read(self) -> None:
+        """A tensor of a block that nothing reads belongs to a model that is not the one in config.json."""
+        left = [n for n in self.checkpoint.tensors if n.startswith("model.layers.") and n not in self.used]
+        left = [name for name in left if not name.endswith("inv_freq")]
+        if left:
+            raise ValueError(
+                f"{self.checkpoint.folder} holds {len(left)} tensors that its architecture lacks, such as {left[0]}: "
+                "config.json and weights belong to different models."
+            )
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        value = torch.empty(shape, dtype=dtype, device=self.device)
+        self._read_into(name, value)
         return value
 
-    def _where(self, name: str) -> tuple[int, ...]:
+    def _read_into(self, name: str, value: Tensor) -> None:
         if name not in self.checkpoint.tensors:
             raise ValueError(f"{self.checkpoint.folder} has no tensor {name}, which its architecture needs.")
-        return self.checkpoint.tensors[name].spec.shape
+        self.checkpoint.read_into(name, value)
+        self.used.add(name)
+
+
+def _matrix_shape(arch: Architecture, module: str) -> tuple[int, int]:
+    last = module.rpartition(".")[2]
+    return arch.outputs(last), arch.inputs(last)
+
+
+def _vector_size(arch: Architecture, name: str) -> int:
+    if name.endswith(".bias"):
+        return arch.outputs(name.split(".")[-2])
+    return arch.head_dim if re.search(r"\.[qk]_norm\.", name) else arch.hidden
 
 
 class RandomSource(Source):
@@ -184,11 +237,7 @@ class RandomSource(Source):
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def matrix(self, modules: tuple[str, ...]) -> Weight:
-        shapes = []
-        for module in modules:
-            last = module.rpartition(".")[2]
-            assert last in PROJECTIONS
-            shapes.append((self.arch.outputs(last), self.arch.inputs(last)))
+        shapes = [_matrix_shape(self.arch, module) for module in modules]
         if self.base == "bf16":
             return DenseWeight(self._normal((sum(n for n, _ in shapes), shapes[0][1])))
         parts: list[Quantized | Tensor] = [self._quantized(n, k) for n, k in shapes]
@@ -198,10 +247,8 @@ class RandomSource(Source):
         return DenseWeight(self._normal((self.arch.vocab, self.arch.hidden)))
 
     def vector(self, name: str) -> Tensor:
-        if name.endswith(".bias"):
-            return torch.zeros(self.arch.outputs(name.split(".")[-2]), device=self.device)
-        size = self.arch.head_dim if re.search(r"\.[qk]_norm\.", name) else self.arch.hidden
-        return torch.ones(size, device=self.device)
+        value = 0.0 if name.endswith(".bias") else 1.0
+        return torch.full((_vector_size(self.arch, name),), value, dtype=torch.float32, device=self.device)
 
     def _normal(self, shape: tuple[int, int]) -> Tensor:
         empty = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -212,32 +259,57 @@ class RandomSource(Source):
             return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=self.generator)
 
         if self.base == "nvfp4":  # uniform E2M1 codes have a deviation of 2.9
-            scale = torch.full((n, k // nvfp4.BLOCK), 64.0, device=self.device).to(torch.float8_e4m3fn)
-            return nvfp4.NVFP4(codes(n, k // 2), scale, torch.tensor([64.0 * 2.9 / self.STD], device=self.device))
+            scale = torch.full((n, k // nvfp4.BLOCK), 64.0, dtype=torch.float32, device=self.device)
+            whole = torch.tensor([64.0 * 2.9 / self.STD], dtype=torch.float32, device=self.device)
+            return nvfp4.NVFP4(codes(n, k // 2), scale.to(torch.float8_e4m3fn), whole)
         if self.base == "mxfp4":  # 2**-7 * 2.9 = .023
             scale = torch.full((n, k // mxfp4.BLOCK), mxfp4.BIAS - 7, dtype=torch.uint8, device=self.device)
             return mxfp4.MXFP4(codes(n, k // 2), scale)
-        absmax = torch.full((n * k // nf4.BLOCK,), self.STD / 0.54, device=self.device)  # uniform NF4 codes: .54
+        # uniform NF4 codes have a deviation of .54
+        absmax = torch.full((n * k // nf4.BLOCK,), self.STD / 0.54, dtype=torch.float32, device=self.device)
         return nf4.NF4(codes(n * k // 2), absmax, (n, k))
 
 
 def _architecture(folder: Path) -> Architecture:
     import transformers
 
+    read_config(folder)  # its own message where there is none
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
-        raise ValueError(f"{folder / 'config.json'} can't be read: {str(error).splitlines()[0]}") from error
+    except BAD_CONFIG as error:
+        raise ValueError(f"transformers can't read {folder / 'config.json'}: {str(error).splitlines()[0]}") from error
     return architecture_of(config)
 
 
-def _quantized(source: Checkpoint, base: str, method: str, cache_dir: Path) -> Path:
+def _quantized(folder: Path, base: str, method: str, cache_dir: Path) -> Path:
     """The folder's 4-bit form in the cache, made now if it is not there."""
     layout = layout_for(base)
-    plan = make_plan(source, layout, (), int(2e9))
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.folder.name)
-    out = cache_dir / "quantized" / f"{name}-{base}-{method}-{fingerprint(source, layout, plan, method)[:16]}"
-    if not out.exists():
-        log.info("Quantizing %s to %s (%s); the result is kept in %s.", source.folder, base, method, out)
-        convert(source, out, layout, plan, method, "cuda" if torch.cuda.is_available() else "cpu")
+    with Checkpoint(folder) as source:
+        try:
+            plan = make_plan(source, layout, (), int(2e9))
+        except ValueError as error:
+            raise ValueError(f"{error} (`qerl quantize` takes --ignore; load the folder that it makes.)") from error
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name)
+        out = cache_dir / "quantized" / f"{name}-{base}-{method}-{fingerprint(source, layout, plan, method)[:16]}"
+        with _one_process_at_a_time(out):
+            if not out.exists():
+                log.warning("Quantizing %s to %s (%s); the result is kept in %s.", folder, base, method, out)
+                convert(source, out, layout, plan, method, str(resolve_device(None)))
+        try:
+            Checkpoint(out)
+        except ValueError as error:
+            raise ValueError(f"The cached {out} is damaged ({error}) Delete it, and it is made again.") from error
     return out
+
+
+@contextmanager
+def _one_process_at_a_time(out: Path) -> Iterator[None]:
+    """Processes that load the same model wait for the one that quantizes it."""
+    with writable(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(out.with_name(out.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

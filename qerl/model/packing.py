@@ -20,10 +20,15 @@ class Packed:
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Packed:
     """Token sequences -> one packed row."""
-    lengths = tuple(len(sequence) for sequence in sequences)
+    try:
+        lengths = tuple(len(sequence) for sequence in sequences)
+        ids_T = torch.tensor([token for sequence in sequences for token in sequence])
+    except (TypeError, ValueError) as error:
+        raise ValueError("pack takes a list of sequences, each a list of token ids.") from error
     if not lengths or min(lengths) == 0:
         raise ValueError("Packing needs at least one sequence, and none may be empty.")
-    ids_T = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64)
+    if ids_T.dtype != torch.int64 or ids_T.dim() != 1:
+        raise ValueError("pack takes a list of sequences, each a list of token ids.")
     positions_T = torch.cat([torch.arange(length) for length in lengths])
     bounds_S1 = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return Packed(ids_T.to(device), positions_T.to(device), bounds_S1.to(device), lengths)

@@ -38,9 +38,9 @@ def write_random_checkpoint(
             for start in range(0, spec.numel, PIECE):
                 n = min(PIECE, spec.numel - start)
                 if len(spec.shape) == 2:
-                    piece = torch.randn(n, generator=generator) * STD
+                    piece = torch.randn(n, generator=generator, dtype=torch.float32) * STD
                 else:
-                    piece = torch.zeros(n) if name.endswith(".bias") else torch.ones(n)
+                    piece = torch.full((n,), 0.0 if name.endswith(".bias") else 1.0, dtype=torch.float32)
                 writer.append(name, piece.to(spec.dtype))
                 on_bytes(n * spec.dtype.itemsize)
         writer.close()

@@ -26,7 +26,7 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(code: Tensor) -> Tensor:
     """uint8 codes 0..15 -> float32 values."""
-    table = torch.tensor(VALUES, device=code.device)
+    table = torch.tensor(VALUES, dtype=torch.float32, device=code.device)
     return table.index_select(0, code.flatten().to(torch.int32)).view(code.shape)
 
 

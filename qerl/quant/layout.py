@@ -34,6 +34,8 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def dequantize_into(q: Quantized, out_NK: Tensor) -> None:
     """The same into a tensor that is there, some rows at a time."""
+    if isinstance(q, NF4) and isinstance(q.absmax, nf4.Nested):
+        q = NF4(q.packed, q.absmax.dequantize(), q.shape, q.block)
     rows = max(1, (DEQUANTIZE_GPU if out_NK.is_cuda else DEQUANTIZE_CPU) // out_NK.shape[1])
     for start in range(0, out_NK.shape[0], rows):
         part = out_NK[start : start + rows]
@@ -46,10 +48,10 @@ def _dequantize_rows(q: Quantized, start: int, end: int) -> Tensor:
     if isinstance(q, MXFP4):
         return mxfp4.dequantize(MXFP4(q.packed[start:end], q.scale[start:end]))
     k = q.shape[1]
-    if k % (2 * q.block):  # blocks or bytes straddle rows
+    if k % q.block:  # blocks straddle rows
         return nf4.dequantize(q)[start:end]
-    absmax = q.absmax.dequantize() if isinstance(q.absmax, nf4.Nested) else q.absmax
-    blocks = absmax[start * k // q.block : end * k // q.block]
+    assert isinstance(q.absmax, Tensor)
+    blocks = q.absmax[start * k // q.block : end * k // q.block]
     return nf4.dequantize(NF4(q.packed[start * k // 2 : end * k // 2], blocks, (end - start, k), q.block))
 
 
@@ -289,6 +291,8 @@ def layout_of(quantization_config: dict[str, Any]) -> Layout:
     """The layout that a checkpoint's `quantization_config` declares; others are refused with what is supported."""
     method = quantization_config.get("quant_method")
     if method == "compressed-tensors":
+        if quantization_config.get("transform_config"):
+            raise ValueError("The checkpoint uses transforms (transform_config), which qerl does not support.")
         groups = list(quantization_config.get("config_groups", {}).values())
         formats = {group.get("format") or quantization_config.get("format") for group in groups}
         if formats == {"nvfp4-pack-quantized"}:

@@ -110,9 +110,9 @@ def nest(absmax: Tensor) -> Nested:
 def dynamic_table(device: torch.device | str = "cpu") -> Tensor:
     """The signed 8-bit "dynamic" table (Dettmers, arXiv 1511.04561): seven decades below 1, the d-th holding 2**d
     evenly spaced means of either sign, besides 0 and 1."""
-    entries = [torch.tensor([0.0, 1.0])]
+    entries = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1.0, 2**decade + 1)
+        edges = torch.linspace(0.1, 1.0, 2**decade + 1, dtype=torch.float32)
         means = (edges[:-1] + edges[1:]) / 2.0 * 10.0 ** (decade - 6)
         entries += [means, -means]
     return torch.cat(entries).sort().values.to(device)

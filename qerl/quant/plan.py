@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 
 from qerl.quant.blocks import FLOAT_DTYPES
 from qerl.quant.checkpoint import Checkpoint, read_config
 from qerl.quant.layout import Layout
 from qerl.quant.safetensors_io import Spec
 
+# What transformers raises on a configuration that it can't use.
+BAD_CONFIG = (
+    ValueError, LookupError, TypeError, AttributeError, OSError, ArithmeticError, ImportError, StrictDataclassError,
+)  # fmt: skip
 # Layers that serving engines fuse into one matrix, and which therefore share a global scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -59,7 +64,6 @@ def skeleton(folder: Path) -> Skeleton:
     Refuses what can't be converted: quantized models, unknown architectures, none or odd linear layers.
     """
     import transformers
-    from huggingface_hub.errors import StrictDataclassError
 
     config = read_config(folder)
     if stored := config.get("quantization_config"):
@@ -69,16 +73,7 @@ def skeleton(folder: Path) -> Skeleton:
         settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(settings, trust_remote_code=False)
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        OSError,
-        ArithmeticError,
-        ImportError,
-        StrictDataclassError,
-    ) as e:
+    except BAD_CONFIG as e:
         raise ValueError(
             f"transformers {transformers.__version__} can't build a causal language model from "
             f"{folder / 'config.json'}: {(str(e) or type(e).__name__).splitlines()[0]}"

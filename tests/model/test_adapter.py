@@ -80,7 +80,7 @@ def test_an_adapter_of_ours_gives_the_same_logits_in_peft(
     settings = LoraSettings(**changes)
     add_lora(ours, settings)
     shake(ours)
-    save_adapter(ours, tmp_path / "adapter", settings, base_model=str(folder))
+    save_adapter(ours, tmp_path / "adapter", base_model=str(folder))
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     assert worst(log_probs(ours), their_log_probs(theirs)) < 1e-4
@@ -109,10 +109,10 @@ def their_gradients(model: torch.nn.Module, device: str = "cpu") -> dict[str, Te
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def our_gradients(model: Decoder) -> dict[str, Tensor]:
+def our_gradients(model: Decoder, recompute: bool = False) -> dict[str, Tensor]:
     packed = pack(SEQUENCES, model.device)
     places, targets = next_tokens(packed)
-    logp, _ = model.logprobs(model(packed)[places], targets)
+    logp, _ = model.logprobs(model(packed, recompute=recompute)[places], targets)
     logp.sum().backward()
     return {name: p.grad for name, p in trained_parameters(model).items() if p.grad is not None}
 
@@ -227,11 +227,13 @@ def test_updates_and_loads_keep_addresses(make_checkpoint: Callable[..., Path], 
     norms = {id(m): m.trained.data_ptr() for m in model.modules() if isinstance(m, RMSNorm) and m.trained is not None}
     assert places
     assert norms
-    save_adapter(model, tmp_path / "old", settings)
+    shake(model, seed=8)
+    saved = log_probs(model)
+    save_adapter(model, tmp_path / "old")
     shake(model)
-    moved = log_probs(model)
+    assert worst(log_probs(model), saved) > 0
     load_adapter(model, tmp_path / "old")
-    assert worst(log_probs(model), moved) > 0
+    assert worst(log_probs(model), saved) == 0
     for module in model.modules():
         if isinstance(module, Trained):
             assert places[id(module)] == (module.master.data_ptr(), module.copy.data_ptr())
@@ -242,8 +244,74 @@ def test_updates_and_loads_keep_addresses(make_checkpoint: Callable[..., Path], 
 def test_targets_that_match_nothing_raise_and_name_what_exists(make_checkpoint: Callable[..., Path]) -> None:
     model = load(str(make_checkpoint()), base="bf16", device="cpu")
     for targets in (("q_proj", "c_attn"), ("layers.9.q_proj",), r".*\.c_fc", ()):
-        with pytest.raises(ValueError, match=r"(matches|match) nothing\. The model has q_proj|No LoRA targets"):
+        with pytest.raises(ValueError, match=r"match(es)? nothing\..*The model has q_proj|No LoRA targets"):
             add_lora(model, LoraSettings(target_modules=targets))
+
+
+def test_an_adapter_of_another_scale_is_not_written_into_this_one(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = str(make_checkpoint())
+    eight, thirty_two = (load(folder, base="bf16", device="cpu") for _ in range(2))
+    add_lora(eight, LoraSettings(r=4, lora_alpha=8))
+    add_lora(thirty_two, LoraSettings(r=4, lora_alpha=32))
+    save_adapter(eight, tmp_path / "eight")
+    with pytest.raises(ValueError, match=r"scales its LoRA by 2 .* adapter by 8"):
+        load_adapter(thirty_two, tmp_path / "eight")
+
+
+def test_a_refused_adapter_leaves_the_model_as_it_was(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", torch.float32)
+    other = load(str(make_checkpoint("qwen2", torch.float32, intermediate_size=128)), base="bf16", device="cpu")
+    add_lora(other, LoraSettings(r=4))
+    save_adapter(other, tmp_path / "other")
+    peft_model(folder).save_pretrained(tmp_path / "good")
+    model = load(str(folder), base="bf16", device="cpu")
+    with pytest.raises(ValueError, match=r"does not fit this model: .* has shape"):
+        load_adapter(model, tmp_path / "other")
+    assert trained_parameters(model) == {}
+    load_adapter(model, tmp_path / "good")
+
+
+def test_full_training_keeps_no_reference_and_saves_no_adapter(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = load(str(make_checkpoint()), base="bf16", device="cpu")
+    with pytest.raises(ValueError, match="no adapter to save"):
+        save_adapter(model, tmp_path / "none")
+    model.train_in_full()
+    with pytest.raises(ValueError, match="no adapter to save"):
+        save_adapter(model, tmp_path / "none")
+    with pytest.raises(ValueError, match="keeps no reference"), model.adapter_disabled():
+        pass
+    with pytest.raises(ValueError, match="already"):
+        model.train_in_full()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bf16_gradients_err_at_most_twice_as_much_as_transformers_bf16(
+    make_checkpoint: Callable[..., Path], recompute: bool
+) -> None:
+    folder = make_checkpoint("llama", torch.bfloat16)  # untied: the head has a gradient of its own
+    grads = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        grads[dtype] = their_gradients(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    ours = load(str(folder), base="bf16", device="cpu", dtype=torch.bfloat16)
+    ours.train_in_full()
+    got = our_gradients(ours, recompute)
+    at = "model.layers.0"
+    pairs = {
+        "embedding.trained.master": ["model.embed_tokens.weight"],
+        "untied_head.trained.master": ["lm_head.weight"],
+        "blocks.0.attention.qkv.weight.trained.master": [f"{at}.self_attn.{p}_proj.weight" for p in "qkv"],
+        "blocks.0.mlp.gate_up.weight.trained.master": [f"{at}.mlp.{p}_proj.weight" for p in ("gate", "up")],
+        "blocks.0.mlp.down.weight.trained.master": [f"{at}.mlp.down_proj.weight"],
+        "blocks.0.input_norm.trained": [f"{at}.input_layernorm.weight"],
+    }
+    for name, theirs in pairs.items():
+        exact, low = (torch.cat([grads[dtype][n].float() for n in theirs]) for dtype in (torch.float32, torch.bfloat16))
+        assert got[name].dtype == torch.float32
+        assert float((got[name] - exact).norm()) <= 2 * float((low - exact).norm()), name
 
 
 FEATURES = {
@@ -254,6 +322,9 @@ FEATURES = {
     "layers_to_transform": [0],
     "init_lora_weights": "pissa",
     "modules_to_save": ["lm_head"],
+    "exclude_modules": ["layers.0"],
+    "use_bdlora": {"a": 1},
+    "a_feature_of_tomorrow": True,
 }
 
 
@@ -274,12 +345,12 @@ def test_adapters_that_do_not_fit_are_refused(make_checkpoint: Callable[..., Pat
         load_adapter(model, tmp_path)
     settings = LoraSettings(r=4)
     add_lora(model, settings)
-    save_adapter(model, tmp_path / "four", settings)
+    save_adapter(model, tmp_path / "four")
     with pytest.raises(ValueError, match="exists"):
-        save_adapter(model, tmp_path / "four", settings)
+        save_adapter(model, tmp_path / "four")
     other = load(str(make_checkpoint()), base="bf16", device="cpu")
     add_lora(other, LoraSettings(r=4, target_modules=("q_proj",)))
-    with pytest.raises(ValueError, match="does not fit this model"):
+    with pytest.raises(ValueError, match="does not fit the adapter that the model has"):
         load_adapter(other, tmp_path / "four")
     third = load(str(make_checkpoint()), base="bf16", device="cpu")
     add_lora(third, LoraSettings(r=8))

@@ -1,6 +1,8 @@
 """The decoder, judged by transformers."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -107,11 +109,11 @@ def test_a_16_bit_checkpoint_is_quantized_once_and_cached(
 ) -> None:
     source, cache = make_checkpoint("llama"), tmp_path / "cache"
     first = log_probs(load(str(source), base=base, device="cpu", cache_dir=cache))
-    kept = list((cache / "quantized").iterdir())
+    kept = [path for path in (cache / "quantized").iterdir() if path.is_dir()]
     assert len(kept) == 1
     stamp = (kept[0] / "config.json").stat().st_mtime_ns
     again = log_probs(load(str(source), base=base, device="cpu", cache_dir=cache))
-    assert list((cache / "quantized").iterdir()) == kept
+    assert [path for path in (cache / "quantized").iterdir() if path.is_dir()] == kept
     assert (kept[0] / "config.json").stat().st_mtime_ns == stamp
     assert worst(first, again) == 0
     assert worst(first, their_log_probs(dequantized_in_transformers(source, kept[0]))) < 1e-4
@@ -145,8 +147,12 @@ def lora_model(folder: Path, base: str = "nvfp4", norms: bool = True, **options:
     return model
 
 
-def test_neighbours_order_and_lengths_change_nothing(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    model = lora_model(make_checkpoint("qwen3"), device="cpu", cache_dir=tmp_path / "cache")
+@pytest.mark.parametrize("variant", ["qwen3", "mistral-sliding"])
+def test_neighbours_order_and_lengths_change_nothing(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, variant: str
+) -> None:
+    family, changes = VARIANTS[variant]
+    model = lora_model(make_checkpoint(family, **changes), device="cpu", cache_dir=tmp_path / "cache")
     alone: dict = {}
     summed: dict[str, Tensor] = {}
     for ids in SEQUENCES:
@@ -201,6 +207,75 @@ def test_a_missing_tensor_is_named(make_checkpoint: Callable[..., Path], edit_co
     edit_config(folder, attention_bias=True)
     with pytest.raises(ValueError, match=r"no tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
         load(str(folder), base="bf16")
+
+
+def test_weights_that_config_json_does_not_describe_are_refused(
+    make_checkpoint: Callable[..., Path], edit_config: Callable[..., None]
+) -> None:
+    folder = make_checkpoint("llama")
+    edit_config(folder, num_key_value_heads=4)
+    with pytest.raises(ValueError, match=r"k_proj\.weight has shape \(32, 64\) where \(64, 64\) belongs"):
+        load(str(folder), base="bf16")
+    folder = make_checkpoint("llama", attention_bias=True)
+    edit_config(folder, attention_bias=False)
+    with pytest.raises(ValueError, match=r"holds 8 tensors that its architecture lacks, such as .*bias"):
+        load(str(folder), base="bf16")
+    folder = make_checkpoint("qwen2")
+    edit_config(folder, sliding_window=0, use_sliding_window=True, layer_types=["sliding_attention"] * 2)
+    with pytest.raises(ValueError, match="sliding window of 0"):
+        load(str(folder), base="bf16")
+
+
+def test_a_checkpoint_that_bitsandbytes_wrote_loads(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    source = make_checkpoint("llama")
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    made = transformers.AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, device_map="cpu")
+    made.save_pretrained(tmp_path / "theirs")
+    ours = log_probs(load(str(tmp_path / "theirs"), base="nf4", device="cpu"))
+    assert worst(ours, their_log_probs(dequantized_in_transformers(source, tmp_path / "theirs"))) < 1e-4
+
+
+def test_mistakes_have_messages(make_checkpoint: Callable[..., Path]) -> None:
+    folder = str(make_checkpoint())
+    with pytest.raises(ValueError, match="Loading rounds by rtn or mse, not 'awq'"):
+        load(folder, method="awq")
+    with pytest.raises(ValueError, match="no device cuda:9"):
+        load(folder, device="cuda:9")
+    model = load(folder, base="bf16", device="cpu")
+    with pytest.raises(ValueError, match="Token ids must be from 0 to 255"):
+        model(pack([[1, 256]]))
+    with pytest.raises(ValueError, match="load it anew"):
+        model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"model\(pack\("):
+        model([[1, 2]])
+    with pytest.raises(ValueError, match="2 hidden states for 1 targets"):
+        model.logprobs(model(pack([[1, 2]])), torch.tensor([2]))
+    with pytest.raises(ValueError, match="Targets must be token ids from 0 to 255"):
+        model.logprobs(model(pack([[1]])), torch.tensor([-100]))
+    with pytest.raises(ValueError, match="no compute dtype 'int8'"):
+        load(folder, dtype="int8")
+    for wrong in ([1, 2], ["hello"], [[1.5]], [[[1, 2]]]):
+        with pytest.raises(ValueError, match="each a list of token ids"):
+            pack(wrong)
+
+
+LOADED = """
+import sys
+from qerl.model.loader import load
+load(sys.argv[1], device="cpu", cache_dir=sys.argv[2])
+"""
+
+
+def test_processes_that_load_the_same_model_wait_for_each_other(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", LOADED, str(make_checkpoint("llama")), str(tmp_path / "cache")]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    messages = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], messages
+    assert sum("Quantizing" in message for message in messages) == 1
 
 
 @pytest.mark.parametrize("base", ["bf16", "nvfp4", "mxfp4", "nf4"])

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from qerl.kernels.rms_norm import rms_norm
+from qerl.model.adapter import add_lora
 from qerl.model.decoder import Decoder
-from qerl.model.layers import RMSNorm
+from qerl.model.layers import LoraSettings, RMSNorm
 from qerl.model.loader import load
 from qerl.model.noise import clear_noise, set_noise
+from qerl.model.packing import pack
 from tests.model.test_decoder import log_probs, worst
 
 
@@ -87,3 +89,14 @@ def test_noise_is_beside_the_gain_in_float32() -> None:
     assert not torch.equal(plain, noisy)
     assert (noisy.double() - exact).abs().max() <= (exact.bfloat16().double() - exact).abs().max() * 1.01
     assert torch.equal(rms_norm(x, gain, 1e-6, torch.zeros(256)), plain)
+
+
+def test_recomputing_with_other_noise_than_the_forward_had_raises(model: Decoder) -> None:
+    add_lora(model, LoraSettings(r=2))
+    set_noise(model, 0.05, generator())
+    hidden = model(pack([[1, 2, 3]]), noise=True, recompute=True)
+    set_noise(model, 0.05, generator(1))
+    with pytest.raises(ValueError, match="Noise changed between a forward"):
+        hidden.sum().backward()
+    hidden = model(pack([[1, 2, 3]]), noise=True, recompute=True)
+    hidden.sum().backward()

@@ -17,6 +17,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2-yarn-own-context": (
+        "qwen2",
+        {"rope_parameters": YARN, "original_max_position_embeddings": 16},
+    ),
     "qwen2-sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {}),
     "qwen3-biased": ("qwen3", {"attention_bias": True}),

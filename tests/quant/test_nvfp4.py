@@ -53,6 +53,20 @@ def test_half_precision_inputs_are_computed_in_float32(dtype: torch.dtype) -> No
     assert same_bits(low.scale, wide.scale)
 
 
+def test_the_default_dtype_of_torch_does_not_matter() -> None:
+    weight = torch.randn(8, 64)
+    expected = [
+        nvfp4.dequantize(nvfp4.quantize(weight, "mse")),
+        nf4.dequantize(nf4.quantize(weight, double_quant=True)),
+    ]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = [nvfp4.dequantize(nvfp4.quantize(weight, "mse")), nf4.dequantize(nf4.quantize(weight, double_quant=True))]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
 def test_parameters_and_odd_views_are_taken() -> None:
     weight = torch.randn(4, 32)
     assert same_bits(nvfp4.quantize(torch.nn.Parameter(weight)).packed, nvfp4.quantize(weight).packed)
