@@ -1,0 +1,197 @@
+"""Which tokens of which sequences go through the model next. Plain Python ints, no torch.
+
+Each step takes one token of every sequence that is decoding, then prefills under what is left of a token budget: chunks
+of prompts under way first, then new sequences. When blocks run out the youngest sequence is preempted: it gives its
+blocks back and is computed again later, its tokens kept. The oldest unfinished sequence is never preempted, so everything
+finishes as long as one sequence fits alone. Every decision depends on the requests and the block count only.
+
+The samples of a group wait for the first of them to have its prompt computed, then share its full blocks and copy the
+partial one; they compute only the prompt's last token, which gives each its own first logits.
+"""
+
+from bisect import insort
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from qerl.engine.block_pool import BlockPool
+from qerl.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start to start + count of a sequence, to be computed now."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool  # the chunk ends at the sequence's last token: its logits give the next one
+
+
+@dataclass(frozen=True)
+class Step:
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...]  # blocks to copy before, (from, to)
+
+
+class Scheduler:
+    """root names what the cache depends on besides tokens (policy version, noise): prefixes are shared within it."""
+
+    def __init__(self, pool: BlockPool, token_budget: int, max_running: int, root: Hashable = "root") -> None:
+        if token_budget < 1 or max_running < 1:
+            raise ValueError("The token budget and the number of running sequences must be at least 1.")
+        self.pool, self.token_budget, self.max_running, self.root = pool, token_budget, max_running, root
+        self.waiting: list[Sequence] = []  # both in order of arrival
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Refuses what could never finish."""
+        if not sequence.prompt:
+            raise ValueError("A prompt must have at least one token.")
+        if sequence.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, not {sequence.max_tokens}.")
+        most = len(sequence.prompt) + sequence.max_tokens - 1  # the last token is never fed back
+        capacity = self.pool.num_blocks * self.pool.block_size
+        if most > capacity:
+            raise ValueError(
+                f"A prompt of {len(sequence.prompt)} tokens with up to {sequence.max_tokens} new ones needs {most} "
+                f"places; the cache has {capacity}. Give it more blocks, or lower max_tokens."
+            )
+        insort(self.waiting, sequence, key=_arrival)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> Step:
+        """The next step; never empty while there is work."""
+        budget = self.token_budget
+        chunks: dict[Sequence, Chunk] = {}
+        decoding = [s for s in self.running if s.computed == len(s) - 1]
+        prefilling = [s for s in self.running if s.computed < len(s) - 1]
+        for sequence in (*decoding, *prefilling):
+            if budget == 0:
+                break
+            if sequence not in self.running:  # preempted by an older one just now
+                continue
+            count = min(len(sequence) - sequence.computed, budget)
+            if self._reserve(sequence, sequence.computed + count, chunks):
+                chunks[sequence] = _chunk(sequence, count)
+                budget -= count
+        budget = self.token_budget - sum(chunk.count for chunk in chunks.values())
+        copies: list[tuple[int, int]] = []
+        for sequence in list(self.waiting):
+            if budget == 0 or len(self.running) == self.max_running:
+                break
+            if sequence.leader is not None and self._computes_prompt(sequence.leader):
+                continue
+            if not self._admit(sequence, copies):
+                break
+            count = min(len(sequence) - sequence.computed, budget)
+            chunks[sequence] = _chunk(sequence, count)
+            budget -= count
+        assert chunks or not self.busy, "nothing was scheduled although there is work"
+        return Step(tuple(chunks.values()), tuple(copies))
+
+    def advance(self, step: Step, sampled: dict[Sequence, int]) -> None:
+        """The step was computed: `sampled` holds the next token of every sequence whose chunk samples."""
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.computed += chunk.count
+            self._remember(sequence)
+            if chunk.samples:
+                sequence.output.append(sampled[sequence])
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence has its last token: let go of its blocks."""
+        self._let_go(sequence)
+        sequence.finished = True
+
+    def _computes_prompt(self, leader: Sequence) -> bool:
+        return not leader.finished and leader.computed < len(leader.prompt)
+
+    def _reserve(self, sequence: Sequence, tokens: int, chunks: dict[Sequence, Chunk]) -> bool:
+        """Blocks for so many tokens; preempts from the youngest on. False if the sequence itself had to go."""
+        while (needed := self._missing(sequence, tokens)) > self.pool.available:
+            youngest = self.running[-1]
+            self._let_go(youngest)
+            youngest.computed, youngest.remembered, youngest.last_node = 0, 0, None
+            insort(self.waiting, youngest, key=_arrival)
+            chunks.pop(youngest, None)
+            self.preemptions += 1
+            if youngest is sequence:
+                return False
+        sequence.blocks += [self.pool.take() for _ in range(needed)]
+        return True
+
+    def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """Start a sequence if all its present tokens fit, taking over what the cache has of them."""
+        size, reusable = self.pool.block_size, len(sequence) - 1  # the last token is always computed: it gives logits
+        shared: list[int] = []
+        parent = self.root
+        while (len(shared) + 1) * size <= reusable:
+            start = len(shared) * size
+            node = self.pool.find(parent, sequence.tokens(start, start + size))
+            if node is None:
+                break
+            shared.append(node.block)
+            parent = node.id
+        for block in shared:
+            self.pool.share(block)
+        sequence.blocks = shared
+        if self._missing(sequence, len(sequence)) > self.pool.available:
+            for block in shared:
+                self.pool.release(block)
+            sequence.blocks = []
+            return False
+        sequence.computed, sequence.remembered = len(shared) * size, len(shared)
+        sequence.last_node = parent if shared else None
+        self._copy_partial(sequence, reusable, copies)
+        sequence.blocks += [self.pool.take() for _ in range(self._missing(sequence, len(sequence)))]
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_arrival)
+        return True
+
+    def _copy_partial(self, sequence: Sequence, reusable: int, copies: list[tuple[int, int]]) -> None:
+        """The block of the leader that holds the prompt's last, partial run of tokens, as a copy."""
+        leader, size = sequence.leader, self.pool.block_size
+        first = len(sequence.blocks)
+        usable = (
+            leader is not None
+            and not sequence.output
+            and leader in self.running
+            and first == reusable // size
+            and reusable % size
+            and leader.computed >= reusable
+        )
+        if usable:
+            assert leader is not None
+            sequence.blocks.append(self.pool.take())
+            copies.append((leader.blocks[first], sequence.blocks[first]))
+            sequence.computed = reusable
+
+    def _missing(self, sequence: Sequence, tokens: int) -> int:
+        return max(0, -(-tokens // self.pool.block_size) - len(sequence.blocks))
+
+    def _remember(self, sequence: Sequence) -> None:
+        size = self.pool.block_size
+        while (sequence.remembered + 1) * size <= sequence.computed:
+            start = sequence.remembered * size
+            parent = self.root if sequence.remembered == 0 else sequence.last_node
+            tokens = sequence.tokens(start, start + size)
+            sequence.last_node = self.pool.remember(sequence.blocks[sequence.remembered], parent, tokens).id
+            sequence.remembered += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        for block in reversed(sequence.blocks):  # ends are forgotten before beginnings
+            self.pool.release(block)
+        sequence.blocks = []
+        self.running.remove(sequence)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival
+
+
+def _chunk(sequence: Sequence, count: int) -> Chunk:
+    return Chunk(sequence, sequence.computed, count, sequence.computed + count == len(sequence))

@@ -1,0 +1,71 @@
+"""Drawing the next token from logits, with its log-probabilities.
+
+The random number of a token is a hash of (run seed, rollout, request, sample, position): it depends on nothing else, so
+that another batch around a sequence draws the same token, the first whose cumulative probability is larger.
+"""
+
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+
+
+def uniform(*numbers: int) -> float:
+    """A hash of integers as a number in [0, 1): splitmix64's finaliser, once for each of them."""
+    state = 0
+    for number in numbers:
+        state = (state + (number & MASK) + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        state ^= state >> 31
+    return (state >> 11) / (1 << 53)
+
+
+def penalize(logits_SV: Tensor, seen: list[list[int]], penalty: float) -> Tensor:
+    """Repetition penalty as transformers has it: logits of seen tokens divided (positive) or multiplied (negative)."""
+    out_SV = logits_SV.clone()
+    for row, tokens in zip(out_SV, seen, strict=True):
+        at = torch.tensor(sorted(set(tokens)), device=row.device)
+        row[at] = torch.where(row[at] > 0, row[at] / penalty, row[at] * penalty)
+    return out_SV
+
+
+def filtered(scaled_SV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """Temperature-scaled logits with what the filters exclude at -inf, in the order top-k, top-p, min-p."""
+    if top_k and top_k < scaled_SV.shape[1]:
+        smallest = scaled_SV.topk(top_k, dim=-1).values[:, -1:]
+        scaled_SV = scaled_SV.masked_fill(scaled_SV < smallest, -torch.inf)
+    if top_p < 1.0:
+        ordered, places = scaled_SV.sort(dim=-1, descending=True)
+        p = ordered.softmax(-1)
+        before = p.cumsum(-1) - p  # mass of the more likely tokens
+        cut = torch.zeros_like(scaled_SV, dtype=torch.bool).scatter_(1, places, before >= top_p)
+        scaled_SV = scaled_SV.masked_fill(cut, -torch.inf)
+    if min_p > 0.0:
+        p = scaled_SV.softmax(-1)
+        scaled_SV = scaled_SV.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf)
+    return scaled_SV
+
+
+def sample(
+    logits_SV: Tensor, uniforms_S: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 logits, numbers in [0, 1) -> tokens, log-prob as drawn, log-prob before filters; [S] each.
+
+    Temperature 0 takes the largest logit; its log-probabilities are those at temperature 1.
+    """
+    scaled_SV = logits_SV / temperature if temperature > 0 else logits_SV
+    policy_SV = torch.log_softmax(scaled_SV, dim=-1)
+    if temperature == 0:
+        tokens_S = logits_SV.argmax(-1)
+        policy_S = policy_SV.gather(1, tokens_S[:, None])[:, 0]
+        return tokens_S, policy_S, policy_S
+    kept_SV = torch.log_softmax(filtered(scaled_SV, top_k, top_p, min_p), dim=-1)
+    cumulative_SV = kept_SV.double().exp().cumsum(-1)
+    mark_S1 = uniforms_S.double()[:, None] * cumulative_SV[:, -1:]
+    tokens_S = torch.searchsorted(cumulative_SV, mark_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
+    return (
+        tokens_S,
+        kept_SV.gather(1, tokens_S[:, None])[:, 0],
+        policy_SV.gather(1, tokens_S[:, None])[:, 0],
+    )

@@ -1,0 +1,71 @@
+"""What stages hand to each other, and who samples.
+
+Dimensions in names: P prompts, G samples of a group, T packed tokens, D hidden, V vocabulary, S sequences.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be continued `samples` times. `id` names it for the random numbers, whatever batch it is in."""
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    samples: int = 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, and when a sample ends."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0  # no stop id before that many
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    rollout: int = 0  # the same prompts draw other tokens in another rollout
+    noise: bool = False  # whether the model's noise applies
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens must be at least 1": self.max_tokens >= 1,
+            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            "top_k must be 0 (off) or more": self.top_k >= 0,
+            "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
+            "min_p must be from 0 to 1": 0 <= self.min_p <= 1,
+            "repetition_penalty must be above 0": self.repetition_penalty > 0,
+            "min_tokens must be from 0 to max_tokens": 0 <= self.min_tokens <= self.max_tokens,
+        }
+        for rule, holds in checks.items():
+            if not holds:
+                raise ValueError(f"{rule}.")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample, as it was drawn. Training uses these ids; nothing is tokenized again."""
+
+    request: int
+    sample: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # under the distribution that each token was drawn from, filters included
+    policy_logprobs: tuple[float, ...]  # under the temperature-scaled policy before filters
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+
+class Sampler(Protocol):
+    """Whatever continues prompts: our engine, or another behind the same two calls."""
+
+    def generate(self, requests: Iterable[Request], sampling: Sampling) -> list[Completion]:
+        """All completions, in the order of requests and samples."""
+
+    def stream(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
+        """Each completion as it ends."""

@@ -1,0 +1,139 @@
+"""The engine on the CPU, judged by transformers.generate and by our own packed forward."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from qerl.engine.engine import Engine
+from qerl.model.decoder import Decoder
+from qerl.model.loader import load
+from qerl.model.noise import set_noise
+from qerl.model.packing import next_tokens, pack
+from qerl.records import Completion, Request, Sampling
+from tests.model.test_adapter import shake
+from tests.model.test_decoder import lora_model
+from tests.model.variants import VARIANTS
+
+PROMPTS = [(7, 9, 200, 13, 5), (1,), tuple(range(30, 51)), (7, 9, 200, 13, 5, 6, 77, 8)]
+REQUESTS = [Request(i, prompt) for i, prompt in enumerate(PROMPTS)]
+
+
+def model_of(make_checkpoint: Callable[..., Path], variant: str) -> tuple[Path, Decoder]:
+    family, changes = VARIANTS[variant]
+    folder = make_checkpoint(family, torch.float32, **changes)
+    return folder, load(str(folder), base="bf16", device="cpu")
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "qwen2-sliding", "qwen3", "llama3-rope", "mistral-sliding"])
+@pytest.mark.parametrize("blocks", [13, 200])
+def test_greedy_output_equals_transformers_generate(
+    make_checkpoint: Callable[..., Path], variant: str, blocks: int
+) -> None:
+    folder, model = model_of(make_checkpoint, variant)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    stop = 5
+    engine = Engine(model, num_blocks=blocks, block_size=4, token_budget=11)
+    done = engine.generate(REQUESTS, Sampling(max_tokens=24, temperature=0, stop_ids=(stop,)))
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        out = theirs.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=stop, pad_token_id=0
+        )
+        assert list(completion.token_ids) == out[0, len(prompt) :].tolist()
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == stop else "length")
+
+
+def recomputed(model: Decoder, prompts: list[tuple[int, ...]], done: list[Completion], noise: bool, t: float) -> list:
+    """Log-probs of the completions' tokens by the packed forward."""
+    packed = pack([[*prompts[c.request], *c.token_ids] for c in done])
+    places, targets = next_tokens(packed)
+    with torch.no_grad():
+        logp, _ = model.logprobs(model(packed, noise=noise)[places], targets, t)
+    parts = logp.split([length - 1 for length in packed.lengths])
+    return [part[len(prompts[c.request]) - 1 :] for part, c in zip(parts, done, strict=True)]
+
+
+@pytest.mark.parametrize("blocks", [13, 300])
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("noise", [False, True])
+def test_behaviour_log_probs_equal_the_trainers(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, base: str, noise: bool, blocks: int
+) -> None:
+    model = lora_model(make_checkpoint("qwen3"), base=base, device="cpu", cache_dir=tmp_path / "cache")
+    set_noise(model, 0.05, torch.Generator().manual_seed(0))
+    engine = Engine(model, num_blocks=blocks, block_size=4, token_budget=9)
+    requests = [Request(i, prompt, samples=4) for i, prompt in enumerate(PROMPTS)]
+    done = engine.generate(requests, Sampling(max_tokens=20, temperature=0.8, noise=noise))
+    assert [(c.request, c.sample) for c in done] == [(r, s) for r in range(4) for s in range(4)]
+    for ours, logp in zip(done, recomputed(model, PROMPTS, done, noise, 0.8), strict=True):
+        assert torch.allclose(torch.tensor(ours.policy_logprobs), logp, atol=1e-5)
+        assert ours.logprobs == ours.policy_logprobs
+    assert len({c.token_ids for c in done}) == 16
+
+
+def test_tokens_do_not_depend_on_the_batch_the_blocks_or_the_chunks(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "llama")
+    sampling = Sampling(max_tokens=15, temperature=1.0, top_p=0.9, top_k=50, seed=3)
+    requests = [Request(i, prompt, samples=3) for i, prompt in enumerate(PROMPTS)]
+    results = []
+    for blocks, size, budget in ((200, 4, 100), (10, 4, 7), (60, 16, 33), (40, 1, 1)):
+        done = Engine(model, blocks, size, budget).generate(requests, sampling)
+        results.append([c.token_ids for c in done])
+    assert all(result == results[0] for result in results)
+    alone = Engine(model, 200, 4).generate([requests[2]], sampling)
+    assert [c.token_ids for c in alone] == results[0][6:9]
+    other = Engine(model, 200, 4).generate(requests, Sampling(max_tokens=15, top_p=0.9, top_k=50, seed=3, rollout=1))
+    assert [c.token_ids for c in other] != results[0]
+
+
+def test_an_update_reaches_the_sampler_without_a_copy(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    model = lora_model(make_checkpoint("llama"), device="cpu", cache_dir=tmp_path / "cache")
+    engine = Engine(model, num_blocks=100, block_size=4)
+    sampling = Sampling(max_tokens=12)
+    before = engine.generate(REQUESTS, sampling)
+    assert [c.token_ids for c in engine.generate(REQUESTS, sampling)] == [c.token_ids for c in before]
+    shake(model, seed=11)
+    engine.on_policy_update()
+    after = engine.generate(REQUESTS, sampling)
+    assert {c.policy_version for c in after} == {1}
+    for ours, logp in zip(after, recomputed(model, PROMPTS, after, False, 1.0), strict=True):
+        assert torch.allclose(torch.tensor(ours.policy_logprobs), logp, atol=1e-5)
+
+
+def test_clean_calls_never_read_noisy_keys(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    engine = Engine(model, num_blocks=100, block_size=2)
+    greedy = Sampling(max_tokens=8, temperature=0)
+    clean = engine.generate(REQUESTS, greedy)
+    set_noise(model, 0.3, torch.Generator().manual_seed(0))
+    noisy = engine.generate(REQUESTS, Sampling(max_tokens=8, temperature=0, noise=True))
+    assert [c.policy_logprobs for c in noisy] != [c.policy_logprobs for c in clean]
+    again = engine.generate(REQUESTS, greedy)
+    for a, b in zip(again, clean, strict=True):
+        assert torch.allclose(torch.tensor(a.policy_logprobs), torch.tensor(b.policy_logprobs), atol=1e-5)
+
+
+def test_a_stream_that_is_left_gives_its_blocks_back(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    engine = Engine(model, num_blocks=100, block_size=4)
+    stream = engine.stream([Request(0, (1, 2), samples=4), Request(1, (3,), 1)], Sampling(max_tokens=9))
+    next(stream)
+    stream.close()
+    assert engine.pool.available == 100
+
+
+def test_bad_requests_are_refused_with_the_reason(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    engine = Engine(model, num_blocks=10, block_size=4)
+    for request, reason in (
+        (Request(0, ()), "at least one token"),
+        (Request(0, tuple(range(128))), "model's context is 128"),
+        (Request(0, tuple(range(39))), "the cache has 40"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            engine.generate([request], Sampling(max_tokens=9))
+    for wrong in ({"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"min_tokens": 10}, {"top_k": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Sampling(max_tokens=9, **wrong)

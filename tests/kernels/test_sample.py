@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from qerl.kernels.sample import filtered, penalize, sample, uniform
+
+N = 40_000
+FILTERS = {
+    "none": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "all": {"top_k": 8, "top_p": 0.8, "min_p": 0.05},
+}
+
+
+def expected(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    """Exact probabilities by the definition of each filter, token by token."""
+    p = (logits.double() / temperature).softmax(-1)
+    order = p.argsort(descending=True).tolist()
+    if top_k:
+        order = order[:top_k]
+    q = p[order] / p[order].sum()
+    kept, mass = [], 0.0
+    for token, share in zip(order, q.tolist(), strict=True):
+        if mass >= top_p:
+            break
+        kept.append(token)
+        mass += share
+    kept = [t for t in kept if p[t] >= min_p * p[kept[0]]]
+    out = torch.zeros_like(p)
+    out[kept] = p[kept]
+    return out / out.sum()
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_draws_follow_the_exact_distribution(name: str, temperature: float) -> None:
+    options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
+    p = expected(logits, temperature, **options)
+    uniforms = torch.tensor([uniform(1, 2, i, 0, 3) for i in range(N)])
+    tokens, drawn, policy = sample(logits.expand(N, -1), uniforms, temperature, **options)
+    counts = torch.bincount(tokens, minlength=12).double()
+    assert counts[p == 0].sum() == 0
+    chi_square = float(((counts - N * p)[p > 0].square() / (N * p[p > 0])).sum())
+    assert chi_square < 40  # eleven degrees of freedom at most: p = 4e-5
+    assert torch.allclose(drawn.double(), p.log()[tokens], atol=1e-5)
+    assert torch.allclose(policy, (logits / temperature).log_softmax(-1)[tokens], atol=1e-5)
+
+
+def test_temperature_zero_takes_the_largest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 0.0]])
+    tokens, drawn, policy = sample(logits, torch.tensor([0.99, 0.99]), 0.0, 0, 1.0, 0.0)
+    assert tokens.tolist() == [1, 0]
+    assert torch.equal(drawn, policy)
+
+
+def test_uniform_numbers_are_even_and_independent() -> None:
+    numbers = torch.tensor([uniform(0, 0, r, s, p) for r in range(20) for s in range(20) for p in range(50)])
+    counts = torch.histc(numbers, 20, 0, 1)
+    assert float(((counts - 1000).square() / 1000).sum()) < 50
+    assert abs(float(torch.corrcoef(torch.stack((numbers[:-1], numbers[1:])))[0, 1])) < 0.03
+    assert uniform(1, 2, 3) != uniform(1, 3, 2)
+
+
+def test_the_repetition_penalty_is_that_of_transformers() -> None:
+    import transformers
+
+    logits = torch.randn(2, 10)
+    seen = [[1, 4, 4], [0, 9, 2]]
+    judge = transformers.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(seen), logits.clone())
+    assert torch.allclose(penalize(logits, seen, 1.3), judge)
+
+
+def test_filters_keep_at_least_the_most_likely() -> None:
+    logits = torch.randn(4, 30)
+    kept = filtered(logits, 1, 1e-9, 1.0)
+    assert torch.equal(kept.isfinite().sum(-1), torch.ones(4, dtype=torch.int64))
+    assert torch.equal(kept.argmax(-1), logits.argmax(-1))
