@@ -29,10 +29,8 @@ class Runner:
         chunks = sorted(step.chunks, key=lambda chunk: chunk.count > 1)
         ids = [t for chunk in chunks for t in chunk.sequence.tokens(chunk.start, chunk.start + chunk.count)]
         positions = [p for chunk in chunks for p in range(chunk.start, chunk.start + chunk.count)]
-        places = [self._places(chunk) for chunk in chunks]
-        written = [p for chunk, context in zip(chunks, places, strict=True) for p in context[chunk.start :]]
-        singles = sum(chunk.count == 1 for chunk in chunks)
-        attention = _PagedAttention(self, chunks, places, torch.tensor(written, device=device), singles)
+        written = [place for chunk in chunks for place in self.places(chunk, chunk.start)]
+        attention = _PagedAttention(self, chunks, torch.tensor(written, device=device))
         hidden_TD = self.model.run(
             torch.tensor(ids, device=device), torch.tensor(positions, device=device), attention, noise
         )
@@ -43,27 +41,29 @@ class Runner:
         rows = torch.tensor([ends[chunk.sequence] for chunk in step.chunks if chunk.samples], device=device)
         return self.model.logits(hidden_TD[rows.to(torch.int64)])
 
-    def _places(self, chunk: Chunk) -> list[int]:
-        """Where the chunk's tokens and all before them lie."""
+    def places(self, chunk: Chunk, start: int) -> list[int]:
+        """Where the sequence's tokens lie, from `start` to the chunk's end."""
         size, blocks = self.block_size, chunk.sequence.blocks
-        return [blocks[at // size] * size + at % size for at in range(chunk.start + chunk.count)]
+        return [blocks[at // size] * size + at % size for at in range(start, chunk.start + chunk.count)]
 
 
 class _PagedAttention:
     """attend(layer, q, k, v) for one step."""
 
-    def __init__(
-        self, runner: Runner, chunks: list[Chunk], places: list[list[int]], written_T: Tensor, singles: int
-    ) -> None:
-        self.runner, self.chunks, self.written_T, self.singles = runner, chunks, written_T, singles
-        device = written_T.device
-        self.contexts = [torch.tensor(context, device=device) for context in places[singles:]]
-        if singles:
-            lengths = torch.tensor([len(context) for context in places[:singles]], device=device)
-            longest = max(len(context) for context in places[:singles])
-            padded = [context + [0] * (longest - len(context)) for context in places[:singles]]
-            self.padded_SL = torch.tensor(padded, device=device)
-            self.distance_SL = lengths[:, None] - 1 - torch.arange(longest, device=device)
+    def __init__(self, runner: Runner, chunks: list[Chunk], written_T: Tensor) -> None:
+        self.runner, self.chunks, self.written_T = runner, chunks, written_T
+        self.singles = sum(chunk.count == 1 for chunk in chunks)
+        device, size = written_T.device, runner.block_size
+        self.contexts = [torch.tensor(runner.places(chunk, 0), device=device) for chunk in chunks[self.singles :]]
+        if self.singles:
+            starts = [chunk.start for chunk in chunks[: self.singles]]
+            longest = max(starts) // size + 1  # in blocks
+            tables = [chunk.sequence.blocks[:longest] for chunk in chunks[: self.singles]]
+            padded = [table + [0] * (longest - len(table)) for table in tables]
+            self.table_B = torch.tensor(padded, device=device).flatten()
+            self.distance_SL = torch.tensor(starts, device=device)[:, None] - torch.arange(
+                longest * size, device=device
+            )
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         keys, values = self.runner.keys[layer], self.runner.values[layer]
@@ -76,7 +76,7 @@ class _PagedAttention:
             if window is not None:
                 seen_SL = seen_SL & (self.distance_SL < window)
             q = q_THd[: self.singles, :, None]  # [S, H, 1, d]
-            k, v = (cache[self.padded_SL].transpose(1, 2) for cache in (keys, values))
+            k, v = (self._gather(cache) for cache in (keys, values))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_SL[:, None, None], enable_gqa=True)
             parts.append(out[:, :, 0])
         start = self.singles
@@ -90,3 +90,8 @@ class _PagedAttention:
             parts.append(out[0].transpose(0, 1))
             start += chunk.count
         return torch.cat(parts)
+
+    def _gather(self, cache: Tensor) -> Tensor:
+        """The decoding sequences' blocks side by side: [S, G, L, d]."""
+        blocks = cache.view(-1, self.runner.block_size * cache[0].numel()).index_select(0, self.table_B)
+        return blocks.view(self.singles, -1, *cache.shape[1:]).transpose(1, 2)

@@ -2,8 +2,8 @@
 
 Each step takes one token of every sequence that is decoding, then prefills under what is left of a token budget: chunks
 of prompts under way first, then new sequences. When blocks run out the youngest sequence is preempted: it gives its
-blocks back and is computed again later, its tokens kept. The oldest unfinished sequence is never preempted, so everything
-finishes as long as one sequence fits alone. Every decision depends on the requests and the block count only.
+blocks back and is computed again later, its tokens kept. The oldest unfinished sequence is never preempted, so
+everything finishes as long as one sequence fits alone. Every decision depends on the requests and the block count only.
 
 The samples of a group wait for the first of them to have its prompt computed, then share its full blocks and copy the
 partial one; they compute only the prompt's last token, which gives each its own first logits.
