@@ -16,6 +16,7 @@ class Runner:
         shape = (model.arch.layers, num_blocks * block_size, model.arch.kv_heads, model.arch.head_dim)
         self.keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.values = torch.zeros_like(self.keys)
+        self.gathered = [self.keys.new_empty(0), self.values.new_empty(0)]
 
     @torch.no_grad()
     def run(self, step: Step, noise: bool) -> Tensor:
@@ -76,7 +77,7 @@ class _PagedAttention:
             if window is not None:
                 seen_SL = seen_SL & (self.distance_SL < window)
             q = q_THd[: self.singles, :, None]  # [S, H, 1, d]
-            k, v = (self._gather(cache) for cache in (keys, values))
+            k, v = (self._gather(cache, i) for i, cache in enumerate((keys, values)))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_SL[:, None, None], enable_gqa=True)
             parts.append(out[:, :, 0])
         start = self.singles
@@ -91,7 +92,11 @@ class _PagedAttention:
             start += chunk.count
         return torch.cat(parts)
 
-    def _gather(self, cache: Tensor) -> Tensor:
-        """The decoding sequences' blocks side by side: [S, G, L, d]."""
-        blocks = cache.view(-1, self.runner.block_size * cache[0].numel()).index_select(0, self.table_B)
+    def _gather(self, cache: Tensor, which: int) -> Tensor:
+        """The decoding sequences' blocks side by side, in a buffer that is kept: [S, G, L, d]."""
+        rows = cache.view(-1, self.runner.block_size * cache[0].numel())
+        buffer = self.runner.gathered[which]
+        if len(buffer) < len(self.table_B):
+            buffer = self.runner.gathered[which] = rows.new_empty(len(self.table_B), rows.shape[1])
+        blocks = torch.index_select(rows, 0, self.table_B, out=buffer[: len(self.table_B)])
         return blocks.view(self.singles, -1, *cache.shape[1:]).transpose(1, 2)
