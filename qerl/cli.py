@@ -6,6 +6,7 @@ Tables go to stdout, and the last line there is the result as one line of JSON; 
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,6 +156,53 @@ def _show_report(report: Any) -> None:
         f"{report.seconds:.1f} s; 16-bit linear layers: {', '.join(report.ignored) or 'none'}",
         highlight=False,
     )
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or hub id.")],
+    prompt: Annotated[str | None, typer.Option(help="One prompt, taken as it is.")] = None,
+    file: Annotated[Path | None, typer.Option(help="JSONL with `prompt` a row: a string, or messages.")] = None,
+    adapter: Annotated[Path | None, typer.Option(help="PEFT adapter folder.")] = None,
+    base: Annotated[str, typer.Option(help="bf16, nvfp4, mxfp4 or nf4.")] = "nvfp4",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.", show_default="by device")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    n: Annotated[int, typer.Option(help="Samples a prompt.", min=1)] = 1,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write rows to this JSONL file instead of the screen.")] = None,
+) -> None:
+    """Continue prompts, on 16-bit or 4-bit weights, with or without an adapter."""
+    if (prompt is None) == (file is None):
+        raise ValueError("Give either --prompt TEXT or --file prompts.jsonl.")
+    if out is not None and out.exists():
+        raise ValueError(f"{out} exists. Name a new file, or remove it first.")
+    from qerl import generate as tool
+    from qerl.records import Sampling
+
+    prompts: list[tool.Prompt] = tool.read_prompts(file) if file else [prompt or ""]
+    started, tokens = time.monotonic(), [0]
+    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), console=log) as bar:
+        task = bar.add_task("generating", total=len(prompts) * n, rate="")
+
+        def on_tokens(count: int) -> None:
+            tokens[0] += count
+            bar.update(task, advance=1, rate=f"{tokens[0] / (time.monotonic() - started):.0f} tokens/s")
+
+        def sampling(stop_ids: tuple[int, ...]) -> Sampling:
+            return Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_ids=stop_ids)
+
+        rows = list(tool.generate(model, prompts, n, sampling, base, adapter, dtype, device, on_tokens))
+    seconds = time.monotonic() - started
+    if out is not None:
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        for row in rows:
+            for completion in row["completions"]:
+                screen.rule()
+                screen.print(escape(completion["text"]), highlight=False)
+    finish({"prompts": len(prompts), "tokens": tokens[0], "seconds": round(seconds, 3), "out": out})
 
 
 @app.command()

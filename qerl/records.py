@@ -29,6 +29,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     min_tokens: int = 0  # no stop id before that many
     stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # strings; the text ends before the first of them
     seed: int = 0
     rollout: int = 0  # the same prompts draw other tokens in another rollout
     noise: bool = False  # whether the model's noise applies
@@ -55,6 +56,7 @@ class Completion:
     request: int
     sample: int
     token_ids: tuple[int, ...]
+    text: str  # of the tokens, without special ones; empty where the sampler has no tokenizer
     logprobs: tuple[float, ...]  # under the distribution that each token was drawn from, filters included
     policy_logprobs: tuple[float, ...]  # under the temperature-scaled policy before filters
     finish_reason: Literal["stop", "length"]

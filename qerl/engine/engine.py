@@ -1,6 +1,7 @@
 """Prompts in, completions out: scheduler, runner and sampler in a loop."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,9 +18,16 @@ class Engine:
     """Samples from the decoder that the trainer updates; no copy of it. Implements `records.Sampler`."""
 
     def __init__(
-        self, model: Decoder, num_blocks: int, block_size: int = 16, token_budget: int = 2048, max_running: int = 256
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int = 16,
+        token_budget: int = 2048,
+        max_running: int = 256,
+        tokenizer: Any = None,
     ) -> None:
         self.model, self.token_budget, self.max_running = model, token_budget, max_running
+        self.tokenizer = tokenizer
         self.pool = BlockPool(num_blocks, block_size)
         self.runner = Runner(model, num_blocks, block_size)
         self.policy_version = 0
@@ -37,7 +45,9 @@ class Engine:
     def stream(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
         root = (self.policy_version, self.model.noise_version if sampling.noise else "clean")
         scheduler = Scheduler(self.pool, self.token_budget, self.max_running, root)
-        live = _Drawn(sampling)
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("Stop strings need a tokenizer: Engine(..., tokenizer=...).")
+        live = _Drawn(sampling, self.tokenizer)
         for sequence in self._sequences(requests, sampling):
             scheduler.add(sequence)
         try:
@@ -77,8 +87,8 @@ class Engine:
 class _Drawn:
     """The log-probabilities of the tokens drawn so far, and the rules by which a sequence ends."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
+    def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
+        self.sampling, self.tokenizer = sampling, tokenizer
         self.drawn: dict[Sequence, list[float]] = {}
         self.policy: dict[Sequence, list[float]] = {}
 
@@ -104,13 +114,24 @@ class _Drawn:
     def ended(self, sequence: Sequence) -> str:
         if sequence.output[-1] in self.sampling.stop_ids:
             return "stop"
+        if self.sampling.stop and any(stop in self._decode(sequence) for stop in self.sampling.stop):
+            return "stop"
         return "length" if len(sequence.output) == sequence.max_tokens else ""
 
+    def _decode(self, sequence: Sequence) -> str:
+        if self.tokenizer is None:
+            return ""
+        text: str = self.tokenizer.decode(sequence.output, skip_special_tokens=True)
+        return text
+
     def completion(self, sequence: Sequence, reason: str, version: int) -> Completion:
+        text = self._decode(sequence)
+        ends = [at for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
         return Completion(
             sequence.request,
             sequence.sample,
             tuple(sequence.output),
+            text[: min(ends)] if ends else text,
             tuple(self.drawn.pop(sequence)),
             tuple(self.policy.pop(sequence)),
             "stop" if reason == "stop" else "length",

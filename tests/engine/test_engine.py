@@ -137,3 +137,20 @@ def test_bad_requests_are_refused_with_the_reason(make_checkpoint: Callable[...,
     for wrong in ({"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"min_tokens": 10}, {"top_k": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(max_tokens=9, **wrong)
+
+
+def test_a_stop_string_ends_the_sample_and_its_text(
+    make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path], None]
+) -> None:
+    folder, model = model_of(make_checkpoint, "llama")
+    add_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    engine = Engine(model, num_blocks=100, block_size=4, tokenizer=tokenizer)
+    (free,) = engine.generate(REQUESTS[:1], Sampling(max_tokens=30, seed=1))
+    stop = free.text[6:8]
+    (stopped,) = engine.generate(REQUESTS[:1], Sampling(max_tokens=30, seed=1, stop=(stop,)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == free.text[: free.text.find(stop)]
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        Engine(model, num_blocks=100).generate(REQUESTS[:1], Sampling(max_tokens=3, stop=("x",)))
