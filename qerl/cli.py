@@ -296,6 +296,33 @@ def bench_quantize(
     )
 
 
+@bench.command("rollout")
+def bench_rollout(
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "tiny",
+    prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 32,
+    samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    csv: Csv = None,
+) -> None:
+    """Our engine against transformers.generate: tokens a second on samples of mixed lengths."""
+    from qerl.bench.results import append_rows
+    from qerl.bench.rollout import compare
+
+    rows = compare(shape, prompts, samples, max_tokens, device, say)
+    if csv:
+        append_rows(csv, rows)
+    columns = ("contender", "tokens", "seconds", "tokens_per_s")
+    table = Table(
+        *columns, title=f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {device}"
+    )
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    screen.print(table)
+    ours, theirs = rows
+    finish({"rows": rows, "speedup": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 2)})
+
+
 @bench.command("formats")
 def bench_formats() -> None:
     """Mean squared error of each format, rtn against mse, on three kinds of weights."""

@@ -1,0 +1,104 @@
+"""Our engine against `transformers.generate` (batched, with its cache) on the same random weights and prompts.
+
+Samples end at random: one token in a hundred is a stop id, so that lengths are mixed as in a rollout. Tokens that count
+are those up to a sample's end.
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.device import resolve_device
+from qerl.engine.engine import Engine
+from qerl.generate import BLOCK_SIZE, cache_blocks
+from qerl.model.loader import load
+from qerl.model.random_checkpoint import write_random_checkpoint
+from qerl.model.shapes import Shape, shape_named
+from qerl.records import Request, Sampling
+
+STOP_SHARE = 0.01
+SEED = 0
+
+
+def compare(
+    shape: str, prompts: int, samples: int, max_tokens: int, device: str, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row for each contender: tokens, seconds, tokens a second."""
+    where = resolve_device(device)
+    form = shape_named(shape)
+    random.seed(SEED)
+    ids = [tuple(random.randrange(form.vocab) for _ in range(random.randrange(20, 120))) for _ in range(prompts)]
+    stop = tuple(range(int(form.vocab * STOP_SHARE)))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        say(f"Writing a random {shape} model ...")
+        write_random_checkpoint(form, folder)
+        rows = []
+        for name, contender in (("qerl", _qerl), ("transformers", _transformers)):
+            say(f"{name} ...")
+            tokens, seconds = contender(folder, form, ids, samples, max_tokens, stop, where)
+            rows.append(
+                {
+                    "op": "rollout",
+                    "shape": shape,
+                    "contender": name,
+                    "prompts": prompts,
+                    "samples": samples,
+                    "tokens": tokens,
+                    "seconds": round(seconds, 3),
+                    "tokens_per_s": round(tokens / seconds, 1),
+                }
+            )
+    return rows
+
+
+def _qerl(
+    folder: Path,
+    form: Shape,
+    ids: list[tuple[int, ...]],
+    samples: int,
+    max_tokens: int,
+    stop: tuple[int, ...],
+    device: torch.device,
+) -> tuple[int, float]:
+    model = load(str(folder), base="bf16", device=device)
+    lengths = [len(prompt) + max_tokens for prompt in ids for _ in range(samples)]
+    engine = Engine(model, cache_blocks(model, lengths), BLOCK_SIZE)
+    requests = [Request(i, prompt, samples) for i, prompt in enumerate(ids)]
+    engine.generate(requests[:1], Sampling(max_tokens=2))  # first uses
+    started = time.monotonic()
+    done = engine.generate(requests, Sampling(max_tokens=max_tokens, stop_ids=stop, rollout=1, seed=SEED))
+    return sum(len(completion.token_ids) for completion in done), time.monotonic() - started
+
+
+def _transformers(
+    folder: Path,
+    form: Shape,
+    ids: list[tuple[int, ...]],
+    samples: int,
+    max_tokens: int,
+    stop: tuple[int, ...],
+    device: torch.device,
+) -> tuple[int, float]:
+    import transformers
+
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    longest = max(map(len, ids))
+    rows = [prompt for prompt in ids for _ in range(samples)]
+    padded = torch.tensor([(0,) * (longest - len(p)) + p for p in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in rows], device=device)
+    torch.manual_seed(SEED)
+    options = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": list(stop)}
+    model.generate(padded[:1], attention_mask=mask[:1], max_new_tokens=2, **options)  # first uses
+    started = time.monotonic()
+    out = model.generate(padded, attention_mask=mask, max_new_tokens=max_tokens, **options)[:, longest:]
+    seconds = time.monotonic() - started
+    ends = (out < len(stop)).int()
+    lengths = torch.where(ends.any(-1), ends.argmax(-1) + 1, out.shape[1])
+    return int(lengths.sum()), seconds
