@@ -84,7 +84,12 @@ def test_a_signal_ends_with_a_message_and_the_command_can_be_repeated(tmp_path: 
     write_random_checkpoint(Shape(1024, 4, 4096, 16, 4, vocab=1024, tied=True, head_dim=64), tmp_path / "model")
     words = ["quantize", tmp_path / "model", tmp_path / "out", "quantize.max_shard_size=0.002"]
     command = [sys.executable, "-m", "qerl", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def listen() -> None:  # a test run in the background has Ctrl-C ignored, and its children with it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=listen)
     while not list((tmp_path / "out.partial").glob("*.safetensors")):
         assert process.poll() is None
         time.sleep(0.01)
