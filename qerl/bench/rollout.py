@@ -8,6 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,21 @@ from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, cache_blocks
 from qerl.model.loader import load
 from qerl.model.random_checkpoint import write_random_checkpoint
-from qerl.model.shapes import Shape, shape_named
+from qerl.model.shapes import shape_named
 from qerl.records import Request, Sampling
 
 STOP_SHARE = 0.01
 SEED = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both contenders are given."""
+
+    ids: list[tuple[int, ...]]  # prompts
+    samples: int  # of each
+    max_tokens: int
+    stop: tuple[int, ...]  # token ids that end a sample
 
 
 def compare(
@@ -41,7 +52,7 @@ def compare(
         rows = []
         for name, contender in (("qerl", _qerl), ("transformers", _transformers)):
             say(f"{name} ...")
-            tokens, seconds = contender(folder, form, ids, samples, max_tokens, stop, where)
+            tokens, seconds = contender(folder, Work(ids, samples, max_tokens, stop), where)
             rows.append(
                 {
                     "op": "rollout",
@@ -57,15 +68,8 @@ def compare(
     return rows
 
 
-def _qerl(
-    folder: Path,
-    form: Shape,
-    ids: list[tuple[int, ...]],
-    samples: int,
-    max_tokens: int,
-    stop: tuple[int, ...],
-    device: torch.device,
-) -> tuple[int, float]:
+def _qerl(folder: Path, work: Work, device: torch.device) -> tuple[int, float]:
+    ids, samples, max_tokens, stop = work.ids, work.samples, work.max_tokens, work.stop
     model = load(str(folder), base="bf16", device=device)
     lengths = [len(prompt) + max_tokens for prompt in ids for _ in range(samples)]
     engine = Engine(model, cache_blocks(model, lengths), BLOCK_SIZE)
@@ -76,15 +80,8 @@ def _qerl(
     return sum(len(completion.token_ids) for completion in done), time.monotonic() - started
 
 
-def _transformers(
-    folder: Path,
-    form: Shape,
-    ids: list[tuple[int, ...]],
-    samples: int,
-    max_tokens: int,
-    stop: tuple[int, ...],
-    device: torch.device,
-) -> tuple[int, float]:
+def _transformers(folder: Path, work: Work, device: torch.device) -> tuple[int, float]:
+    ids, samples, max_tokens, stop = work.ids, work.samples, work.max_tokens, work.stop
     import transformers
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
