@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,6 +172,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write rows to this JSONL file instead of the screen.")] = None,
+    cache_blocks: Annotated[
+        int | None, typer.Option(help="Blocks of the cache.", show_default="what fits", min=1)
+    ] = None,
 ) -> None:
     """Continue prompts, on 16-bit or 4-bit weights, with or without an adapter."""
     if (prompt is None) == (file is None):
@@ -181,28 +184,77 @@ def generate(
     from qerl import generate as tool
     from qerl.records import Sampling
 
+    def sampling(stop_ids: tuple[int, ...]) -> Sampling:
+        return Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_ids=stop_ids)
+
     prompts: list[tool.Prompt] = tool.read_prompts(file) if file else [prompt or ""]
-    started, tokens = time.monotonic(), [0]
-    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), console=log) as bar:
-        task = bar.add_task("generating", total=len(prompts) * n, rate="")
+    job = tool.Job(model, prompts, n, base, adapter, dtype, device, cache_blocks)
+    say(f"Loading {model} ...")
+    generation = tool.Generation(job, sampling)
+    started, tokens, errors = time.monotonic(), [0], []
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), console=log)
+    task = bar.add_task("generating", total=len(prompts) * n, rate="")
 
-        def on_tokens(count: int) -> None:
-            tokens[0] += count
-            bar.update(task, advance=1, rate=f"{tokens[0] / (time.monotonic() - started):.0f} tokens/s")
+    def on_tokens(count: int) -> None:
+        tokens[0] += count
+        bar.update(task, rate=f"{tokens[0] / (time.monotonic() - started):.0f} tokens/s")
 
-        def sampling(stop_ids: tuple[int, ...]) -> Sampling:
-            return Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_ids=stop_ids)
+    with bar, nullcontext() if out is None else open(out, "x", encoding="utf-8") as file_out:
+        for row in generation.rows(on_tokens, lambda: bar.advance(task)):
+            errors += [row["error"]] if "error" in row else []
+            if file_out is not None:
+                file_out.write(json.dumps(row) + "\n")
+                file_out.flush()
+            else:
+                for completion in row["completions"]:
+                    screen.rule()
+                    screen.print(escape(completion["text"]), highlight=False)
+    if errors and len(errors) == len(prompts):
+        raise ValueError(errors[0])
+    for error in sorted(set(errors)):
+        say(f"{errors.count(error)} of {len(prompts)} prompts were refused: {error}")
+    seconds = round(time.monotonic() - started, 3)
+    counts = {"prompts": len(prompts), "refused": len(errors), "tokens": tokens[0], "seconds": seconds}
+    finish(counts | {"cache_blocks": generation.num_blocks, "out": out})
 
-        rows = list(tool.generate(model, prompts, n, sampling, base, adapter, dtype, device, on_tokens))
-    seconds = time.monotonic() - started
-    if out is not None:
-        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        for row in rows:
-            for completion in row["completions"]:
-                screen.rule()
-                screen.print(escape(completion["text"]), highlight=False)
-    finish({"prompts": len(prompts), "tokens": tokens[0], "seconds": round(seconds, 3), "out": out})
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or hub id.")],
+    adapter: Annotated[Path | None, typer.Option(help="PEFT adapter folder.")] = None,
+    base: Annotated[str, typer.Option(help="bf16, nvfp4, mxfp4 or nf4.")] = "nvfp4",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.", show_default="by device")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens an answer at most.", min=1)] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+) -> None:
+    """Talk to a model. /new starts over, /quit or Ctrl-D ends; Ctrl-C cuts an answer short."""
+    from qerl.chat import Chat
+    from qerl.records import Sampling
+
+    say(f"Loading {model} ... (/new starts over, /quit or Ctrl-D ends, Ctrl-C cuts an answer short)")
+    settings = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    talk = Chat(model, base, adapter, dtype, device, system, settings)
+    turns = 0
+    while True:
+        try:
+            line = log.input("[bold]you>[/] ").strip()
+        except (EOFError, KeyboardInterrupt):
+            break
+        if line == "/quit":
+            break
+        if line == "/new":
+            talk.restart()
+        elif line:
+            try:
+                talk.say(line, lambda text: print(text, end="", flush=True))
+            except ValueError as error:
+                _complain(error)
+            print()
+            turns += 1
+    finish({"turns": turns})
 
 
 @app.command()
@@ -319,8 +371,7 @@ def bench_rollout(
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
     screen.print(table)
-    ours, theirs = rows
-    finish({"rows": rows, "speedup": round(ours["tokens_per_s"] / theirs["tokens_per_s"], 2)})
+    finish({"rows": rows, "speedup": round(rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"], 2)})
 
 
 @bench.command("formats")

@@ -1,23 +1,22 @@
 """`qerl generate` as a function: prompts in, rows of completions out, on our engine."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
+from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
+from qerl.errors import Interrupted
 from qerl.model.adapter import load_adapter
-from qerl.model.decoder import Decoder
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
 from qerl.records import Completion, Request, Sampling
 
 BLOCK_SIZE = 16
-CACHE_BYTES_CPU = 2 << 30
-CACHE_SHARE_GPU = 0.8  # of the memory that is free once the model is loaded
 
 Prompt = str | list[dict[str, str]]  # taken as it is, or messages for the chat template
 
@@ -65,47 +64,72 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def cache_blocks(model: Decoder, sequences: Iterable[int]) -> int:
-    """Blocks for sequences of these lengths, as many as memory allows."""
-    arch = model.arch
-    block = 2 * arch.layers * BLOCK_SIZE * arch.kv_heads * arch.head_dim * model.dtype.itemsize
-    room = CACHE_BYTES_CPU
-    if model.device.type == "cuda":
-        room = int(CACHE_SHARE_GPU * torch.cuda.mem_get_info(model.device)[0])
-    return max(1, min(sum(-(-length // BLOCK_SIZE) for length in sequences), room // block))
+@dataclass(frozen=True)
+class Job:
+    """What `generate` is asked for."""
+
+    model: str
+    prompts: list[Prompt]
+    samples: int
+    base: str
+    adapter: Path | None = None
+    dtype: str | None = None
+    device: str | None = None
+    num_blocks: int | None = None  # of the cache; by default what the job needs and memory allows
 
 
-def generate(
-    model: str,
-    prompts: list[Prompt],
-    samples: int,
-    sampling: Callable[[tuple[int, ...]], Sampling],
-    base: str,
-    adapter: Path | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    on_tokens: Callable[[int], None] = lambda n: None,
-) -> Iterator[dict[str, Any]]:
-    """A row a prompt, in order: `prompt` and its `completions`. sampling is told the model's stop ids."""
-    folder = resolve(model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    requests = [Request(i, encode(tokenizer, prompt), samples) for i, prompt in enumerate(prompts)]
-    settings = sampling(stop_ids(folder, tokenizer))
-    decoder = load(model, base, device, dtype)
-    if adapter is not None:
-        load_adapter(decoder, adapter)
-    lengths = [len(r.prompt_ids) + settings.max_tokens for r in requests for _ in range(samples)]
-    engine = Engine(decoder, cache_blocks(decoder, lengths), BLOCK_SIZE, tokenizer=tokenizer)
-    waiting: dict[int, list[Completion]] = {request.id: [] for request in requests}
-    for done in engine.stream(requests, settings):
-        on_tokens(len(done.token_ids))
-        waiting[done.request].append(done)
-    for request, prompt in zip(requests, prompts, strict=True):
-        ordered = sorted(waiting[request.id], key=lambda done: done.sample)
-        yield {"prompt": prompt, "completions": [_row(done) for done in ordered]}
+class Generation:
+    """A model loaded for a job; `rows` does the work."""
+
+    def __init__(self, job: Job, sampling: Callable[[tuple[int, ...]], Sampling]) -> None:
+        """sampling is told the model's stop ids."""
+        folder = resolve(job.model)
+        self.job = job
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self.requests = [Request(i, encode(self.tokenizer, p), job.samples) for i, p in enumerate(job.prompts)]
+        self.sampling = sampling(stop_ids(folder, self.tokenizer))
+        model = load(job.model, job.base, job.device, job.dtype)
+        if job.adapter is not None:
+            load_adapter(model, job.adapter)
+        lengths = [
+            min(len(r.prompt_ids) + self.sampling.max_tokens, model.arch.max_positions)
+            for r in self.requests
+            for _ in range(job.samples)
+        ]
+        self.num_blocks = job.num_blocks or blocks_that_fit(model, BLOCK_SIZE, lengths)
+        self.engine = Engine(model, self.num_blocks, BLOCK_SIZE, tokenizer=self.tokenizer)
+
+    def rows(self, on_tokens: Callable[[int], None], on_done: Callable[[], None]) -> Iterator[dict[str, Any]]:
+        """A row a prompt, in order, as soon as it and those before it are complete: `prompt`, `completions`, and
+        `error` for a prompt that was refused. After a Ctrl-C what is complete still comes, then `Interrupted`."""
+        done: dict[int, list[Completion]] = {request.id: [] for request in self.requests}
+        next_row = 0
+        stream = self.engine.stream(self.requests, self.sampling, lambda request, sample, new: on_tokens(len(new)))
+        try:
+            for completion in stream:
+                on_done()
+                done[completion.request].append(completion)
+                while next_row < len(done) and len(done[next_row]) == self.job.samples:
+                    next_row += 1
+                    yield self._row(next_row - 1, done)
+        except KeyboardInterrupt as error:
+            rest = [i for i in range(next_row, len(done)) if done[i]]
+            yield from (self._row(i, done) for i in rest)
+            complete = sum(len(completions) for completions in done.values())
+            raise Interrupted(
+                f"Interrupted: {complete} of {self.job.samples * len(done)} completions are complete; they were kept."
+            ) from error
+
+    def _row(self, i: int, done: dict[int, list[Completion]]) -> dict[str, Any]:
+        ordered = sorted(done[i], key=lambda completion: completion.sample)
+        row: dict[str, Any] = {
+            "prompt": self.job.prompts[i],
+            "completions": [_columns(c) for c in ordered if not c.error],
+        }
+        return row | {"error": ordered[0].error} if ordered[0].error else row
 
 
-def _row(done: Completion) -> dict[str, Any]:
+def _columns(done: Completion) -> dict[str, Any]:
     return {
         "text": done.text,
         "token_ids": list(done.token_ids),

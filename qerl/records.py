@@ -59,15 +59,17 @@ class Completion:
     text: str  # of the tokens, without special ones; empty where the sampler has no tokenizer
     logprobs: tuple[float, ...]  # under the distribution that each token was drawn from, filters included
     policy_logprobs: tuple[float, ...]  # under the temperature-scaled policy before filters
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "refused"]
     policy_version: int
+    noise_id: int | None = None  # which draw of noise applied; None: clean
+    error: str = ""  # why the request was refused; there are no tokens then
 
 
 class Sampler(Protocol):
     """Whatever continues prompts: our engine, or another behind the same two calls."""
 
     def generate(self, requests: Iterable[Request], sampling: Sampling) -> list[Completion]:
-        """All completions, in the order of requests and samples."""
+        """All completions, in the order of requests and samples; a request that can't be served gives refused ones."""
 
     def stream(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
         """Each completion as it ends."""

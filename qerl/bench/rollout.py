@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from qerl.device import resolve_device
+from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
-from qerl.generate import BLOCK_SIZE, cache_blocks
+from qerl.generate import BLOCK_SIZE
 from qerl.model.loader import load
 from qerl.model.random_checkpoint import write_random_checkpoint
 from qerl.model.shapes import shape_named
@@ -50,7 +51,10 @@ def compare(
         say(f"Writing a random {shape} model ...")
         write_random_checkpoint(form, folder)
         rows = []
-        for name, contender in (("qerl", _qerl), ("transformers", _transformers)):
+        contenders = {"qerl": _qerl, "qerl, eager": _qerl_eager, "transformers": _transformers}
+        if where.type == "cpu":  # where there are no graphs
+            del contenders["qerl, eager"]
+        for name, contender in contenders.items():
             say(f"{name} ...")
             tokens, seconds = contender(folder, Work(ids, samples, max_tokens, stop), where)
             rows.append(
@@ -68,13 +72,20 @@ def compare(
     return rows
 
 
-def _qerl(folder: Path, work: Work, device: torch.device) -> tuple[int, float]:
+def _qerl_eager(folder: Path, work: Work, device: torch.device) -> tuple[int, float]:
+    return _qerl(folder, work, device, graphs=False)
+
+
+def _qerl(folder: Path, work: Work, device: torch.device, graphs: bool | None = None) -> tuple[int, float]:
     ids, samples, max_tokens, stop = work.ids, work.samples, work.max_tokens, work.stop
     model = load(str(folder), base="bf16", device=device)
     lengths = [len(prompt) + max_tokens for prompt in ids for _ in range(samples)]
-    engine = Engine(model, cache_blocks(model, lengths), BLOCK_SIZE)
+    engine = Engine(model, blocks_that_fit(model, BLOCK_SIZE, lengths), BLOCK_SIZE, graphs=graphs)
     requests = [Request(i, prompt, samples) for i, prompt in enumerate(ids)]
-    engine.generate(requests[:1], Sampling(max_tokens=2))  # first uses
+    if device.type == "cuda":  # first uses: a rollout of the same shapes, so that graphs are captured
+        engine.generate(requests, Sampling(max_tokens=max_tokens, stop_ids=stop, rollout=1, seed=SEED))
+    else:
+        engine.generate(requests[:1], Sampling(max_tokens=2))
     started = time.monotonic()
     done = engine.generate(requests, Sampling(max_tokens=max_tokens, stop_ids=stop, rollout=1, seed=SEED))
     return sum(len(completion.token_ids) for completion in done), time.monotonic() - started

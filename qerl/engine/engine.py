@@ -1,21 +1,37 @@
-"""Prompts in, completions out: scheduler, runner and sampler in a loop."""
+"""Prompts in, completions out: scheduler, runner, graphs and the rules by which a sample ends, in a loop."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
-
-import torch
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
 
 from qerl.engine.block_pool import BlockPool
+from qerl.engine.cache import Cache
+from qerl.engine.decode import DecodeBatch
+from qerl.engine.drawing import Drawing
+from qerl.engine.graphs import Graphs, bucket
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler, Step
 from qerl.engine.sequence import Sequence
-from qerl.kernels.sample import penalize, sample, uniform
+from qerl.kernels.sample import stream_key
 from qerl.model.decoder import Decoder
 from qerl.records import Completion, Request, Sampling
 
+logger = logging.getLogger(__name__)
+
+Drawn = list[tuple[int, float, float]]  # token, log-prob as drawn, log-prob before filters
+OnTokens = Callable[[int, int, list[int]], None]  # request, sample, new tokens
+LOOKAHEAD = 8  # decode steps between looks at the host, with graphs
+
 
 class Engine:
-    """Samples from the decoder that the trainer updates; no copy of it. Implements `records.Sampler`."""
+    """Samples from the decoder that the trainer updates; no copy of it. Implements `records.Sampler`.
+
+    num_blocks of block_size tokens are the cache, for life: `blocks_that_fit` says how many there is room for.
+    token_budget and max_running bound a step. graphs: capture decode steps (by default on a GPU); lookahead: decode
+    steps between looks at the host (by default 8 with graphs, else 1). A call shares prefixes among its own prompts;
+    with keep_prefixes also those of earlier calls, so that its rounding depends on them.
+    """
 
     def __init__(
         self,
@@ -25,115 +41,209 @@ class Engine:
         token_budget: int = 2048,
         max_running: int = 256,
         tokenizer: Any = None,
+        graphs: bool | None = None,
+        lookahead: int | None = None,
+        keep_prefixes: bool = False,
     ) -> None:
+        self.keep_prefixes = keep_prefixes
         self.model, self.token_budget, self.max_running = model, token_budget, max_running
         self.tokenizer = tokenizer
+        on_gpu = model.device.type == "cuda"
+        if graphs and not on_gpu:
+            raise ValueError("Graphs need a GPU: leave graphs off.")
+        captures = on_gpu if graphs is None else graphs
+        self.lookahead = lookahead or (LOOKAHEAD if captures else 1)
         self.pool = BlockPool(num_blocks, block_size)
-        self.runner = Runner(model, num_blocks, block_size)
+        self.cache = Cache(model, num_blocks, block_size)
+        self.runner = Runner(model, self.cache)
+        # A context, and what may be drawn past its end; in buckets.
+        most = bucket(-(-(min(model.arch.max_positions, num_blocks * block_size) + self.lookahead) // block_size) + 1)
+        self.batch = DecodeBatch(model, self.cache, bucket(max_running), most, self.lookahead)
+        self.graphs = Graphs(self.batch) if captures else None
         self.policy_version = 0
+        self._streaming = False
 
     def on_policy_update(self) -> None:
         """Weights have changed in place: what is cached of the old policy is not to be reused."""
+        if self._streaming:
+            raise ValueError("The policy can't change in the middle of a stream: finish or close it first.")
         self.policy_version += 1
         self.pool.forget_all()
 
+    def sleep(self) -> None:
+        """Give the cache's memory away until `wake`. Graphs stay valid: the cache comes back at the same address."""
+        if self._streaming:
+            raise ValueError("The engine can't sleep in the middle of a stream: finish or close it first.")
+        self.pool.forget_all()
+        self.cache.sleep()
+
+    def wake(self) -> None:
+        self.cache.wake()
+
     def generate(self, requests: Iterable[Request], sampling: Sampling) -> list[Completion]:
+        """All completions, in the order of requests and samples. A Ctrl-C returns those that are complete."""
         requests = list(requests)
         order = {request.id: i for i, request in enumerate(requests)}
-        return sorted(self.stream(requests, sampling), key=lambda done: (order[done.request], done.sample))
+        done: list[Completion] = []
+        try:
+            for completion in self.stream(requests, sampling):
+                done.append(completion)
+        except KeyboardInterrupt:
+            logger.warning(
+                "Interrupted: %d of %d completions are complete.", len(done), sum(r.samples for r in requests)
+            )
+        return sorted(done, key=lambda completion: (order[completion.request], completion.sample))
 
-    def stream(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
-        root = (self.policy_version, self.model.noise_version if sampling.noise else "clean")
-        scheduler = Scheduler(self.pool, self.token_budget, self.max_running, root)
+    def stream(
+        self, requests: Iterable[Request], sampling: Sampling, on_tokens: OnTokens | None = None
+    ) -> Iterator[Completion]:
+        """Each completion as it ends; those of a request that can't be served at once, with finish reason `refused`.
+
+        on_tokens is told of tokens as they are drawn.
+        """
+        if self._streaming:
+            raise ValueError("The engine serves one stream at a time: finish or close the other first.")
+        if not self.cache.awake:
+            raise ValueError("The engine sleeps: call wake() first.")
         if sampling.stop and self.tokenizer is None:
             raise ValueError("Stop strings need a tokenizer: Engine(..., tokenizer=...).")
-        live = _Drawn(sampling, self.tokenizer)
-        for sequence in self._sequences(requests, sampling):
-            scheduler.add(sequence)
+        if not self.keep_prefixes:
+            self.pool.forget_all()
+        root = (self.policy_version, self.model.noise_version if sampling.noise else "clean")
+        scheduler = Scheduler(self.pool, self.token_budget, self.max_running, root, self.lookahead)
+        drawing = Drawing(sampling, self.model.arch.vocab, self.model.device)
+        ending = _Ending(sampling, self.tokenizer, self.policy_version, self.model.noise_version)
+        if self.graphs is not None:
+            self.graphs.check()
+        refused = self._add(list(requests), sampling, scheduler)
+        self._streaming, finished = True, False
         try:
+            yield from (ending.refusal(request, i, why) for request, why in refused for i in range(request.samples))
             while scheduler.busy:
+                if ending.noise_id not in (None, self.model.noise_version):
+                    raise ValueError("Noise was drawn anew in the middle of a stream: draw it before or after.")
                 step = scheduler.schedule()
-                tokens = live.draw(step, self.runner.run(step, sampling.noise))
-                scheduler.advance(step, tokens)
-                for sequence in tokens:
-                    if reason := live.ended(sequence):
+                kept = {sequence: ending.keep(sequence, drawn) for sequence, drawn in self._run(step, drawing).items()}
+                scheduler.advance(step, kept)
+                for sequence, tokens in kept.items():
+                    if on_tokens is not None:
+                        on_tokens(sequence.request, sequence.sample, tokens)
+                    if reason := ending.reason(sequence):
                         scheduler.finish(sequence)
-                        yield live.completion(sequence, reason, self.policy_version)
+                        yield ending.completion(sequence, reason)
+            finished = True
         finally:
-            for sequence in list(scheduler.running):  # stopped in the middle: give the blocks back
-                scheduler.finish(sequence)
+            self._streaming = False
+            if not finished:  # left or broken off in the middle, perhaps of the bookkeeping
+                self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
 
-    def _sequences(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Sequence]:
-        arrival, ids = 0, set()
+    def _run(self, step: Step, drawing: Drawing) -> dict[Sequence, Drawn]:
+        """The step's tokens through the model: what each sequence that samples drew."""
+        noise = drawing.sampling.noise
+        for source, target in step.copies:
+            self.cache.copy_block(source, target)
+        if not step.decodes:
+            return {sequence: [drawn] for sequence, drawn in self.runner.run(step, noise, drawing).items()}
+        sequences = [chunk.sequence for chunk in step.chunks]
+        rows, longest = len(sequences), max(map(len, sequences)) + step.repeats - 1
+        blocks = -(-longest // self.pool.block_size)
+        if self.model.device.type == "cuda":
+            rows, blocks = bucket(rows), bucket(blocks)
+        self.batch.fill(sequences, rows, blocks, drawing)
+        if self.graphs is not None:
+            self.graphs.run(step.repeats, rows, blocks, noise, drawing)
+        else:
+            for _ in range(step.repeats):
+                self.batch.step(rows, blocks, noise, drawing)
+        drawn = self.batch.read(step.repeats, len(sequences))
+        return {sequence: list(zip(*row, strict=True)) for sequence, *row in zip(sequences, *drawn, strict=True)}
+
+    def _add(self, requests: list[Request], sampling: Sampling, scheduler: Scheduler) -> list[tuple[Request, str]]:
+        """Queue what can be served; returns the rest with the reasons."""
+        if len({request.id for request in requests}) < len(requests):
+            raise ValueError("Two requests have the same id; ids name the random numbers, so they must differ.")
+        refused, arrival = [], 0
+        context, vocab = self.model.arch.max_positions, self.model.arch.vocab
         for request in requests:
-            if request.id in ids:
-                raise ValueError(f"Two requests have the id {request.id}.")
-            ids.add(request.id)
-            room = self.model.arch.max_positions - len(request.prompt_ids)
-            if room < 1:
-                raise ValueError(
-                    f"The prompt of request {request.id} has {len(request.prompt_ids)} tokens; the model's context is "
-                    f"{self.model.arch.max_positions}."
-                )
+            length = len(request.prompt_ids)
+            if length >= context:
+                refused.append((request, f"The prompt has {length} tokens; the model's context is {context}."))
+                continue
+            if not all(0 <= token < vocab for token in request.prompt_ids):
+                refused.append((request, f"The prompt has token ids outside 0 to {vocab - 1}."))
+                continue
             leader = None
-            for i in range(request.samples):
-                most = min(sampling.max_tokens, room)
-                sequence = Sequence(arrival, request.id, i, request.prompt_ids, most, leader)
-                leader = leader or sequence
-                arrival += 1
-                yield sequence
+            try:
+                for i in range(request.samples):
+                    key = stream_key(sampling.seed, sampling.rollout, request.id, i)
+                    most = min(sampling.max_tokens, context - length)
+                    sequence = Sequence(arrival, request.id, i, request.prompt_ids, most, leader, key)
+                    scheduler.add(sequence)
+                    leader = leader or sequence
+                    arrival += 1
+            except ValueError as error:  # of the first sample: the others are like it
+                refused.append((request, str(error)))
+        return refused
 
 
-class _Drawn:
-    """The log-probabilities of the tokens drawn so far, and the rules by which a sequence ends."""
+class _Ending:
+    """The rules by which a sequence ends, and what was drawn until then."""
 
-    def __init__(self, sampling: Sampling, tokenizer: Any) -> None:
+    def __init__(self, sampling: Sampling, tokenizer: Any, version: int, noise_version: int) -> None:
         self.sampling, self.tokenizer = sampling, tokenizer
-        self.drawn: dict[Sequence, list[float]] = {}
-        self.policy: dict[Sequence, list[float]] = {}
+        self.version, self.noise_id = version, noise_version if sampling.noise else None
+        self.logprobs: dict[Sequence, list[tuple[float, float]]] = {}
+        self.reasons: dict[Sequence, Literal["stop", "length"]] = {}
+        # A stop string ends at the last token: only so many of them can hold it (a character may take four).
+        self.tail = 16 + 4 * max(map(len, sampling.stop), default=0)
 
-    def draw(self, step: Step, logits_SV: torch.Tensor) -> dict[Sequence, int]:
-        s = self.sampling
-        sequences = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        if not sequences:
-            return {}
-        if s.repetition_penalty != 1.0:
-            logits_SV = penalize(logits_SV, [list(q.tokens(0, len(q))) for q in sequences], s.repetition_penalty)
-        for row, sequence in zip(logits_SV, sequences, strict=True):
-            if len(sequence.output) < s.min_tokens and s.stop_ids:
-                row[list(s.stop_ids)] = -torch.inf
-        numbers = [uniform(s.seed, s.rollout, q.request, q.sample, len(q.output)) for q in sequences]
-        uniforms_S = torch.tensor(numbers, dtype=torch.float64, device=logits_SV.device)
-        drawn = sample(logits_SV, uniforms_S, s.temperature, s.top_k, s.top_p, s.min_p)
-        tokens, logprobs, policy = (values.tolist() for values in drawn)
-        for sequence, logprob, before in zip(sequences, logprobs, policy, strict=True):
-            self.drawn.setdefault(sequence, []).append(logprob)
-            self.policy.setdefault(sequence, []).append(before)
-        return dict(zip(sequences, tokens, strict=True))
+    def keep(self, sequence: Sequence, drawn: Drawn) -> list[int]:
+        """The tokens up to the sequence's end; what was drawn past it is dropped."""
+        output = list(sequence.output)
+        for token, logprob, policy in drawn:
+            if math.isnan(logprob):
+                raise ValueError("The model gives NaN logits: its weights, adapter or noise are not finite.")
+            output.append(token)
+            self.logprobs.setdefault(sequence, []).append((logprob, policy))
+            if token in self.sampling.stop_ids or self._has_stop(output):
+                self.reasons[sequence] = "stop"
+            elif len(output) == sequence.max_tokens:
+                self.reasons[sequence] = "length"
+            if sequence in self.reasons:
+                break
+        return output[len(sequence.output) :]
 
-    def ended(self, sequence: Sequence) -> str:
-        if sequence.output[-1] in self.sampling.stop_ids:
-            return "stop"
-        if self.sampling.stop and any(stop in self._decode(sequence) for stop in self.sampling.stop):
-            return "stop"
-        return "length" if len(sequence.output) == sequence.max_tokens else ""
+    def reason(self, sequence: Sequence) -> Literal["stop", "length"] | None:
+        return self.reasons.pop(sequence, None)
 
-    def _decode(self, sequence: Sequence) -> str:
-        if self.tokenizer is None:
-            return ""
-        text: str = self.tokenizer.decode(sequence.output, skip_special_tokens=True)
+    def _has_stop(self, output: list[int]) -> bool:
+        if not self.sampling.stop:
+            return False
+        tail = self._decode(output[-self.tail :])
+        return any(stop in tail for stop in self.sampling.stop) and self._cut(self._decode(output)) is not None
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
-    def completion(self, sequence: Sequence, reason: str, version: int) -> Completion:
-        text = self._decode(sequence)
-        ends = [at for stop in self.sampling.stop if (at := text.find(stop)) >= 0]
+    def _cut(self, text: str) -> int | None:
+        """Where the first stop string begins."""
+        return min((at for stop in self.sampling.stop if (at := text.find(stop)) >= 0), default=None)
+
+    def completion(self, sequence: Sequence, reason: Literal["stop", "length"]) -> Completion:
+        text = self._decode(sequence.output)
+        logprobs, policy = zip(*self.logprobs.pop(sequence), strict=True)
         return Completion(
-            sequence.request,
-            sequence.sample,
-            tuple(sequence.output),
-            text[: min(ends)] if ends else text,
-            tuple(self.drawn.pop(sequence)),
-            tuple(self.policy.pop(sequence)),
-            "stop" if reason == "stop" else "length",
-            version,
+            request=sequence.request,
+            sample=sequence.sample,
+            token_ids=tuple(sequence.output),
+            text=text[: self._cut(text)],
+            logprobs=logprobs,
+            policy_logprobs=policy,
+            finish_reason=reason,
+            policy_version=self.version,
+            noise_id=self.noise_id,
         )
+
+    def refusal(self, request: Request, sample: int, why: str) -> Completion:
+        return Completion(request.id, sample, (), "", (), (), "refused", self.version, self.noise_id, why)

@@ -5,13 +5,16 @@ of prompts under way first, then new sequences. When blocks run out the youngest
 blocks back and is computed again later, its tokens kept. The oldest unfinished sequence is never preempted, so
 everything finishes as long as one sequence fits alone. Every decision depends on the requests and the block count only.
 
+Where every sequence decodes and none can be admitted, several decode steps are taken in a row (`repeats`), as far as
+blocks for them can be had without preempting anyone; what is drawn past a sequence's end is dropped.
+
 The samples of a group wait for the first of them to have its prompt computed, then share its full blocks and copy the
 partial one; they compute only the prompt's last token, which gives each its own first logits.
 """
 
 from bisect import insort
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qerl.engine.block_pool import BlockPool
 from qerl.engine.sequence import Sequence
@@ -31,14 +34,23 @@ class Chunk:
 class Step:
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]  # blocks to copy before, (from, to)
+    repeats: int = 1  # decode steps in a row; 1 unless every chunk is a decoding sequence's last token
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every chunk is one token whose logits give the next."""
+        return all(chunk.count == 1 and chunk.samples for chunk in self.chunks)
 
 
 class Scheduler:
     """root names what the cache depends on besides tokens (policy version, noise): prefixes are shared within it."""
 
-    def __init__(self, pool: BlockPool, token_budget: int, max_running: int, root: Hashable = "root") -> None:
-        if token_budget < 1 or max_running < 1:
-            raise ValueError("The token budget and the number of running sequences must be at least 1.")
+    def __init__(
+        self, pool: BlockPool, token_budget: int, max_running: int, root: Hashable = "root", lookahead: int = 1
+    ) -> None:
+        if token_budget < 1 or max_running < 1 or lookahead < 1:
+            raise ValueError("The token budget, the number of running sequences and lookahead must be at least 1.")
+        self.lookahead = lookahead
         self.pool, self.token_budget, self.max_running, self.root = pool, token_budget, max_running, root
         self.waiting: list[Sequence] = []  # both in order of arrival
         self.running: list[Sequence] = []
@@ -80,6 +92,7 @@ class Scheduler:
                 budget -= count
         budget = self.token_budget - sum(chunk.count for chunk in chunks.values())
         copies: list[tuple[int, int]] = []
+        admitted = False
         for sequence in list(self.waiting):
             if budget == 0 or len(self.running) == self.max_running:
                 break
@@ -87,25 +100,43 @@ class Scheduler:
                 continue
             if not self._admit(sequence, copies):
                 break
+            admitted = True
             count = min(len(sequence) - sequence.computed, budget)
             chunks[sequence] = _chunk(sequence, count)
             budget -= count
         assert chunks or not self.busy, "nothing was scheduled although there is work"
-        return Step(tuple(chunks.values()), tuple(copies))
+        step = Step(tuple(chunks.values()), tuple(copies))
+        return replace(step, repeats=self._look_ahead(step)) if step.decodes and not admitted else step
 
-    def advance(self, step: Step, sampled: dict[Sequence, int]) -> None:
-        """The step was computed: `sampled` holds the next token of every sequence whose chunk samples."""
+    def advance(self, step: Step, sampled: dict[Sequence, list[int]]) -> None:
+        """The step was computed: `sampled` holds the next tokens of each sequence that samples, up to its end."""
         for chunk in step.chunks:
             sequence = chunk.sequence
-            sequence.computed += chunk.count
-            self._remember(sequence)
             if chunk.samples:
-                sequence.output.append(sampled[sequence])
+                sequence.output += sampled[sequence]
+                sequence.computed = len(sequence) - 1  # the last token is not fed back yet
+            else:
+                sequence.computed += chunk.count
+            self._remember(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence has its last token: let go of its blocks."""
         self._let_go(sequence)
         sequence.finished = True
+
+    def _look_ahead(self, step: Step) -> int:
+        """How many decode steps can be taken in a row; reserves the blocks for them."""
+        sequences = [chunk.sequence for chunk in step.chunks]
+        repeats = min(self.lookahead, max(sequence.remaining for sequence in sequences))
+
+        def tokens(sequence: Sequence) -> int:  # in the cache after so many steps
+            return sequence.computed + min(repeats, sequence.remaining)
+
+        while sum(self._missing(sequence, tokens(sequence)) for sequence in sequences) > self.pool.available:
+            repeats -= 1
+        for sequence in sequences:
+            sequence.blocks += [self.pool.take() for _ in range(self._missing(sequence, tokens(sequence)))]
+        return repeats
 
     def _computes_prompt(self, leader: Sequence) -> bool:
         return not leader.finished and leader.computed < len(leader.prompt)

@@ -14,6 +14,7 @@ class Sequence:
     prompt: tuple[int, ...]
     max_tokens: int  # of output
     leader: "Sequence | None" = None  # the first sample of the same prompt; its cache is taken over
+    key: int = 0  # names its random numbers
     output: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values lie in the cache
     blocks: list[int] = field(default_factory=list)
@@ -23,6 +24,15 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def last(self) -> int:
+        return self.output[-1] if self.output else self.prompt[-1]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still draw."""
+        return self.max_tokens - len(self.output)
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         p = len(self.prompt)

@@ -38,6 +38,45 @@ def packed_attention_reference(
     return torch.cat(parts)
 
 
+def paged_attention(
+    q_SHd: Tensor,
+    keys_PGd: Tensor,
+    values_PGd: Tensor,
+    table_SB: Tensor,
+    position_S: Tensor,
+    block_size: int,
+    window: int | None = None,
+    scratch: list[Tensor] | None = None,
+) -> Tensor:
+    """One query a sequence over a paged cache: q [S, H, d] -> [S, H, d].
+
+    keys_PGd, values_PGd: the cache, place = block * block_size + offset; table_SB int64: each sequence's blocks in
+    order; position_S int64: a query sees the places of positions up to its own. scratch: two tensors, kept and grown,
+    for the gathered keys and values. The reference, on any device.
+    """
+    sequences, blocks = table_SB.shape
+    distance_SL = position_S[:, None] - torch.arange(blocks * block_size, device=q_SHd.device)
+    seen_SL = distance_SL >= 0
+    if window is not None:
+        seen_SL = seen_SL & (distance_SL < window)
+
+    def gather(cache_PGd: Tensor, which: int) -> Tensor:
+        """The sequences' blocks side by side: [S, G, L, d]."""
+        rows = cache_PGd.view(-1, block_size * cache_PGd[0].numel())
+        index = table_SB.flatten()
+        if scratch is None or q_SHd.is_cuda:
+            found = rows.index_select(0, index)
+        else:  # a CPU spends more on fresh pages than on the copy
+            if len(scratch[which]) < len(index):
+                scratch[which] = rows.new_empty(len(index), rows.shape[1])
+            found = torch.index_select(rows, 0, index, out=scratch[which][: len(index)])
+        return found.view(sequences, -1, *cache_PGd.shape[1:]).transpose(1, 2)
+
+    k, v = gather(keys_PGd, 0), gather(values_PGd, 1)
+    mask = seen_SL[:, None, None]
+    return F.scaled_dot_product_attention(q_SHd[:, :, None], k, v, attn_mask=mask, enable_gqa=True)[:, :, 0]
+
+
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     at = torch.arange(length, device=device)
     distance = at[:, None] - at[None, :]

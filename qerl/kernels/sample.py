@@ -1,7 +1,9 @@
 """Drawing the next token from logits, with its log-probabilities.
 
 The random number of a token is a hash of (run seed, rollout, request, sample, position): it depends on nothing else, so
-that another batch around a sequence draws the same token, the first whose cumulative probability is larger.
+that another batch around a sequence draws the same token, the first whose cumulative probability is larger. The hash is
+splitmix64's finaliser, once for each number: for the first four on the host, once a sequence, for the position on the
+device.
 """
 
 import torch
@@ -10,24 +12,37 @@ from torch import Tensor
 MASK = (1 << 64) - 1
 
 
-def uniform(*numbers: int) -> float:
-    """A hash of integers as a number in [0, 1): splitmix64's finaliser, once for each of them."""
+def stream_key(*numbers: int) -> int:
+    """A hash of integers, as a signed 64-bit number."""
     state = 0
     for number in numbers:
         state = (state + (number & MASK) + 0x9E3779B97F4A7C15) & MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
         state ^= state >> 31
-    return (state >> 11) / (1 << 53)
+    return _signed(state)
 
 
-def penalize(logits_SV: Tensor, seen: list[list[int]], penalty: float) -> Tensor:
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+def uniforms(keys_S: Tensor, positions_S: Tensor) -> Tensor:
+    """int64 keys and positions -> numbers in [0, 1), float64: the hash's last round, in wrapping 64-bit arithmetic."""
+
+    def shifted(state: Tensor, bits: int) -> Tensor:  # to the right, zeros coming in
+        return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+    state = keys_S + positions_S + _signed(0x9E3779B97F4A7C15)
+    state = (state ^ shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    state = state ^ shifted(state, 31)
+    return shifted(state, 11).to(torch.float64) / (1 << 53)
+
+
+def penalize(logits_SV: Tensor, seen_SV: Tensor, penalty: float) -> Tensor:
     """Repetition penalty as transformers has it: logits of seen tokens divided (positive) or multiplied (negative)."""
-    out_SV = logits_SV.clone()
-    for row, tokens in zip(out_SV, seen, strict=True):
-        at = torch.tensor(sorted(set(tokens)), device=row.device)
-        row[at] = torch.where(row[at] > 0, row[at] / penalty, row[at] * penalty)
-    return out_SV
+    return torch.where(seen_SV, torch.where(logits_SV > 0, logits_SV / penalty, logits_SV * penalty), logits_SV)
 
 
 def filtered(scaled_SV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -6,6 +6,7 @@ unless it is inside `adapter_disabled()`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -104,6 +105,13 @@ class Decoder(nn.Module):
         """log p of the targets and entropy, [N] each, without ever holding all logits."""
         return logprob(hidden_ND, self.head.read(), targets_N, temperature)
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor that a forward may read, with its name: weights, adapter, noise."""
+        for name, module in self.named_modules():
+            held = {**vars(module), **dict(module.named_parameters(recurse=False))}
+            for key, value in held.items():
+                yield from _tensors(f"{name}.{key}", value)
+
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
         """Inside, forwards give the reference policy: no LoRA, the norms' original gains."""
@@ -131,3 +139,15 @@ class Decoder(nn.Module):
         self.embedding.train_in_full()
         if self.untied_head is not None:
             self.untied_head.train_in_full()
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in an attribute: itself, in a list, or in a record such as a quantized weight."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _tensors(f"{name}.{i}", part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for key, part in vars(value).items():
+            yield from _tensors(f"{name}.{key}", part)

@@ -7,6 +7,8 @@ directions are a minimum or maximum of three lines, exact in float32:
     code(y)  = min(round(2y), round(y) + 2, round(y/2) + 4)      value(c) = max(c/2, c - 2, 2c - 8)
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,7 @@ def encode(x: Tensor) -> Tensor:
 
 def decode(code: Tensor) -> Tensor:
     """uint8 codes 0..15 -> float32 values."""
-    table = torch.tensor(VALUES, dtype=torch.float32, device=code.device)
-    return table.index_select(0, code.flatten().to(torch.int32)).view(code.shape)
+    return _table(code.device).index_select(0, code.flatten().to(torch.int32)).view(code.shape)
 
 
 def decode_packed(packed: Tensor) -> Tensor:
@@ -36,6 +37,11 @@ def decode_packed(packed: Tensor) -> Tensor:
     table = pairs.view(torch.int64)  # the two floats of a byte as one 8-byte entry
     values = table.index_select(0, packed.flatten().to(torch.int32)).view(torch.float32)
     return values.view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+@cache  # brought to a device once: a captured graph must not copy from the host
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(VALUES, dtype=torch.float32, device=device)
 
 
 def round_magnitudes(y: Tensor, step: Tensor) -> Tensor:

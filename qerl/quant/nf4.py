@@ -9,6 +9,7 @@ which stores absmax minus its mean in 8 bits: a 256-entry "dynamic" table and on
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -60,6 +61,7 @@ class NF4:
     block: int = BLOCK
 
 
+@cache  # brought to a device once: a captured graph must not copy from the host
 def codebook(device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor(CODEBOOK, dtype=torch.float32, device=device)
 

@@ -104,7 +104,7 @@ def test_an_update_reaches_the_sampler_without_a_copy(make_checkpoint: Callable[
 
 def test_clean_calls_never_read_noisy_keys(make_checkpoint: Callable[..., Path]) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    engine = Engine(model, num_blocks=100, block_size=2)
+    engine = Engine(model, num_blocks=100, block_size=2, keep_prefixes=True)
     greedy = Sampling(max_tokens=8, temperature=0)
     clean = engine.generate(REQUESTS, greedy)
     set_noise(model, 0.3, torch.Generator().manual_seed(0))
@@ -124,19 +124,114 @@ def test_a_stream_that_is_left_gives_its_blocks_back(make_checkpoint: Callable[.
     assert engine.pool.available == 100
 
 
-def test_bad_requests_are_refused_with_the_reason(make_checkpoint: Callable[..., Path]) -> None:
+def test_a_bad_request_is_refused_with_the_reason_and_harms_no_other(make_checkpoint: Callable[..., Path]) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
+    sampling = Sampling(max_tokens=9)
+    (alone,) = Engine(model, num_blocks=10, block_size=4).generate([Request(5, (1, 2, 3))], sampling)
     engine = Engine(model, num_blocks=10, block_size=4)
-    for request, reason in (
-        (Request(0, ()), "at least one token"),
-        (Request(0, tuple(range(128))), "model's context is 128"),
-        (Request(0, tuple(range(39))), "the cache has 40"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            engine.generate([request], Sampling(max_tokens=9))
+    bad = {
+        0: ((), "at least one token"),
+        1: (tuple(range(128)), "model's context is 128"),
+        2: (tuple(range(39)), "the cache has 40"),
+        3: ((1, 10**6), "token ids outside 0 to"),
+    }
+    requests = [Request(i, ids, samples=2) for i, (ids, _) in bad.items()]
+    done = engine.generate([*requests, Request(5, (1, 2, 3))], sampling)
+    assert [(c.request, c.sample) for c in done] == [(i, s) for i in bad for s in range(2)] + [(5, 0)]
+    for completion in done[:-1]:
+        assert completion.finish_reason == "refused"
+        assert completion.token_ids == ()
+        assert bad[completion.request][1] in completion.error
+    assert done[-1].token_ids == alone.token_ids
+    with pytest.raises(ValueError, match="the same id"):
+        engine.generate([Request(0, (1,)), Request(0, (2,))], sampling)
     for wrong in ({"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"min_tokens": 10}, {"top_k": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(max_tokens=9, **wrong)
+    with pytest.raises(ValueError, match="Stop ids"):
+        engine.generate([Request(0, (1,))], Sampling(max_tokens=9, stop_ids=(10**6,)))
+
+
+@pytest.mark.parametrize("lookahead", [2, 5, 64])
+def test_several_steps_between_looks_change_nothing(make_checkpoint: Callable[..., Path], lookahead: int) -> None:
+    _, model = model_of(make_checkpoint, "qwen3")
+    requests = [Request(i, prompt, samples=3) for i, prompt in enumerate(PROMPTS)]
+    rules = {"min_tokens": 6, "stop_ids": tuple(range(0, 250, 9)), "repetition_penalty": 1.2, "top_p": 0.95}
+    sampling = Sampling(max_tokens=21, seed=2, **rules)
+    judge = Engine(model, num_blocks=200, block_size=4).generate(requests, sampling)
+    assert {c.finish_reason for c in judge} == {"stop", "length"}
+    for blocks in (14, 200):
+        done = Engine(model, num_blocks=blocks, block_size=4, token_budget=30, lookahead=lookahead).generate(
+            requests, sampling
+        )
+        assert [(c.token_ids, c.finish_reason) for c in done] == [(c.token_ids, c.finish_reason) for c in judge]
+        for ours, theirs in zip(done, judge, strict=True):
+            assert len(ours.logprobs) == len(ours.token_ids)
+            assert torch.allclose(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5)
+
+
+def test_an_interrupt_returns_what_is_complete(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    engine = Engine(model, num_blocks=100, block_size=4)
+    requests = [Request(i, prompt, samples=2) for i, prompt in enumerate(PROMPTS)]
+    whole = engine.generate(requests, Sampling(max_tokens=12, stop_ids=tuple(range(0, 250, 8))))
+    real, calls = engine.runner.model.logits, []
+
+    def interrupted(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return real(hidden)
+
+    model.logits = interrupted  # type: ignore[method-assign]
+    part = engine.generate(requests, Sampling(max_tokens=12, stop_ids=tuple(range(0, 250, 8))))
+    assert 0 < len(part) < len(whole)
+    assert all(completion in whole for completion in part)
+    assert engine.pool.available == 100
+    assert engine.generate(requests, Sampling(max_tokens=12, stop_ids=tuple(range(0, 250, 8)))) == whole
+
+
+def test_a_sleeping_engine_gives_its_memory_back_and_wakes(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    engine = Engine(model, num_blocks=100, block_size=4)
+    before = engine.generate(REQUESTS, Sampling(max_tokens=12))
+    engine.sleep()
+    assert engine.cache.both.numel() == 0
+    with pytest.raises(ValueError, match="sleeps: call wake"):
+        engine.generate(REQUESTS, Sampling(max_tokens=12))
+    engine.wake()
+    assert engine.generate(REQUESTS, Sampling(max_tokens=12)) == before
+    stream = engine.stream(REQUESTS, Sampling(max_tokens=12))
+    next(stream)
+    for second in (engine.sleep, lambda: engine.generate(REQUESTS, Sampling(max_tokens=2))):
+        with pytest.raises(ValueError, match="stream"):
+            second()
+
+
+def test_completions_name_the_noise_they_were_drawn_with(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    engine = Engine(model, num_blocks=100, block_size=4, max_running=1)
+    seen = []
+    for noise in (False, True, True):
+        set_noise(model, 0.1, torch.Generator().manual_seed(0))
+        seen += [c.noise_id for c in engine.generate(REQUESTS[:1], Sampling(max_tokens=2, noise=noise))]
+    assert seen == [None, 2, 3]
+    stream = engine.stream([Request(0, (1, 2)), Request(1, (3,) * 30)], Sampling(max_tokens=9, noise=True))
+    next(stream)
+    set_noise(model, 0.1, torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="drawn anew"):
+        next(stream)
+    stream = engine.stream([Request(0, (1, 2)), Request(1, (3,) * 30)], Sampling(max_tokens=9))
+    next(stream)
+    with pytest.raises(ValueError, match="policy can't change"):
+        engine.on_policy_update()
+
+
+def test_logits_that_are_not_numbers_raise(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    model.norm.weight_D.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN logits"):
+        Engine(model, num_blocks=100, block_size=4).generate(REQUESTS, Sampling(max_tokens=12))
 
 
 def test_a_stop_string_ends_the_sample_and_its_text(

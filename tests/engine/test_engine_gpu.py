@@ -1,6 +1,8 @@
-"""The engine's eager path on a GPU, in bf16, with LoRA and noise, judged by the packed forward in float32."""
+"""The engine on a GPU, in bf16, with LoRA and noise: eager and graph decode, judged by the packed forward in float32."""
 
+import gc
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 
 from qerl.engine.engine import Engine
 from qerl.model.adapter import LoraSettings, add_lora, load_adapter, save_adapter
+from qerl.model.decoder import Decoder
+from qerl.model.layers import Lora
 from qerl.model.loader import load
 from qerl.model.noise import set_noise
 from qerl.model.packing import next_tokens, pack
@@ -29,12 +33,8 @@ def packed_log_probs(model, prompts: list[tuple[int, ...]], done: list[Completio
     return torch.cat([part[len(prompts[c.request]) - 1 :] for part, c in zip(parts, done, strict=True)]).cpu()
 
 
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("blocks", [70, 2000])
-def test_behaviour_log_probs_err_at_most_twice_as_much_as_the_packed_forward(
-    tmp_path: Path, base: str, blocks: int
-) -> None:
-    random.seed(0)
+def models(tmp_path: Path, base: str) -> tuple[Decoder, Decoder]:
+    """The same adapter and noise in bf16 and in float32."""
     write_random_checkpoint(SHAPES["tiny"], tmp_path / "bf16")
     if base != "bf16":
         quantize(tmp_path / "bf16", tmp_path / base, base)
@@ -46,15 +46,107 @@ def test_behaviour_log_probs_err_at_most_twice_as_much_as_the_packed_forward(
     load_adapter(exact, tmp_path / "adapter")
     for one in (model, exact):
         set_noise(one, 0.02, torch.Generator().manual_seed(3))
-    prompts = [tuple(random.randrange(4096) for _ in range(random.randrange(1, 150))) for _ in range(8)]
-    requests = [Request(i, prompt, 4) for i, prompt in enumerate(prompts)]
-    engine = Engine(model, num_blocks=blocks, block_size=16, token_budget=300)
-    done = engine.generate(requests, Sampling(max_tokens=60, temperature=0.9, noise=True))
-    again = Engine(model, num_blocks=blocks, block_size=16, token_budget=300).generate(
-        requests, Sampling(max_tokens=60, temperature=0.9, noise=True)
-    )
-    assert [c.token_ids for c in done] == [c.token_ids for c in again]
-    behaviour = torch.tensor([p for c in done for p in c.policy_logprobs])
-    truth, packed = packed_log_probs(exact, prompts, done), packed_log_probs(model, prompts, done)
+    return model, exact
+
+
+def load_of_work() -> list[Request]:
+    random.seed(0)
+    system = tuple(random.randrange(4096) for _ in range(40))
+    prompts = [tuple(random.randrange(4096) for _ in range(random.randrange(1, 110))) for _ in range(8)]
+    return [Request(i, (*system, *p) if i % 2 else p, 4) for i, p in enumerate(prompts)]
+
+
+REQUESTS = load_of_work()
+PROMPTS = [request.prompt_ids for request in REQUESTS]
+SAMPLING = Sampling(max_tokens=60, temperature=0.9, stop_ids=tuple(range(40)), noise=True)
+
+
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("blocks", [30, 2000])  # 30: preemption
+def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int) -> None:
+    """Packed forward = prefill and eager decode (by habit: errors at most twice the packed ones); graphs = eager."""
+    model, exact = models(tmp_path, base)
+    options = {"num_blocks": blocks, "block_size": 16, "token_budget": 300, "lookahead": 4}
+    eager = Engine(model, graphs=False, **options).generate(REQUESTS, SAMPLING)
+    engine = Engine(model, graphs=True, **options)
+    for _ in range(2):  # with captures, and without
+        assert engine.generate(REQUESTS, SAMPLING) == eager  # tokens and log-probs, bit for bit
+    assert engine.graphs is not None
+    assert engine.graphs.captured > 0
+    assert {c.finish_reason for c in eager} == {"stop", "length"}
+    behaviour = torch.tensor([p for c in eager for p in c.policy_logprobs])
+    truth, packed = packed_log_probs(exact, PROMPTS, eager), packed_log_probs(model, PROMPTS, eager)
     assert (behaviour - truth).abs().max() <= 2 * (packed - truth).abs().max()
     assert (behaviour - truth).square().mean() <= 4 * (packed - truth).square().mean()
+
+
+@pytest.mark.parametrize("base", ["mxfp4", "nf4"])
+def test_every_base_can_be_captured(tmp_path: Path, base: str) -> None:
+    model, _ = models(tmp_path, base)
+    eager = Engine(model, 300, graphs=False, lookahead=8).generate(REQUESTS[:2], SAMPLING)
+    assert Engine(model, 300).generate(REQUESTS[:2], SAMPLING) == eager
+
+
+def test_every_way_to_draw_can_be_captured(tmp_path: Path) -> None:
+    model, _ = models(tmp_path, "bf16")
+    eager, graphs = Engine(model, 300, graphs=False, lookahead=8), Engine(model, 300)
+    for options in (
+        {"temperature": 0.0},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"repetition_penalty": 1.3, "min_tokens": 20},
+    ):
+        sampling = replace(SAMPLING, **options)
+        judge = eager.generate(REQUESTS, sampling)
+        assert graphs.generate(REQUESTS, sampling) == judge
+        assert all(len(c.token_ids) >= sampling.min_tokens for c in judge)
+
+
+def test_updates_in_place_reach_captured_graphs_and_moved_tensors_are_refused(tmp_path: Path) -> None:
+    model, _ = models(tmp_path, "nvfp4")
+    engine = Engine(model, 300)
+    before = engine.generate(REQUESTS, SAMPLING)
+    captured = engine.graphs.captured
+    shake(model, seed=5)
+    set_noise(model, 0.05, torch.Generator().manual_seed(9))
+    engine.on_policy_update()
+    after = engine.generate(REQUESTS, SAMPLING)
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    assert Engine(model, 300, graphs=False, lookahead=8).generate(REQUESTS, SAMPLING) == [
+        replace(c, policy_version=0) for c in after
+    ]
+    assert engine.graphs.captured - captured <= captured  # other lengths may meet other buckets, no more
+    norm = model.blocks[0].input_norm
+    kept = norm.noise_D
+    norm.noise_D = kept.clone()
+    with pytest.raises(ValueError, match=r"1 tensors of the model moved.*blocks\.0\.input_norm\.noise_D"):
+        engine.generate(REQUESTS, SAMPLING)
+    norm.noise_D = kept
+    lora = next(m for m in model.modules() if isinstance(m, Lora))
+    lora.a.copy = lora.a.copy.clone()
+    with pytest.raises(ValueError, match="moved"):
+        engine.generate(REQUESTS, SAMPLING)
+
+
+def test_sleep_gives_memory_away_and_graphs_survive_it(tmp_path: Path) -> None:
+    model, _ = models(tmp_path, "bf16")
+    engine = Engine(model, 40_000)
+    before = engine.generate(REQUESTS, SAMPLING)
+    captured, address = engine.graphs.captured, engine.cache.keys.data_ptr()
+    size = engine.cache.both.numel() * 2
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    engine.sleep()
+    assert torch.cuda.mem_get_info()[0] - free >= size
+    with pytest.raises(ValueError, match="sleeps"):
+        engine.generate(REQUESTS, SAMPLING)
+    other = torch.full((size,), 255, dtype=torch.uint8, device="cuda")  # somebody uses the memory meanwhile
+    del other
+    engine.wake()
+    assert engine.cache.keys.data_ptr() == address
+    assert engine.generate(REQUESTS, SAMPLING) == before
+    assert engine.graphs.captured == captured
+    free = torch.cuda.mem_get_info()[0]
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] - free >= size

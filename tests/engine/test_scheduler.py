@@ -19,10 +19,11 @@ def simulate(
     block_size: int,
     token_budget: int,
     max_running: int,
+    lookahead: int = 1,
 ) -> tuple[list[Sequence], Scheduler, int]:
     """Run all to the end; returns the sequences, the scheduler and the tokens computed."""
     pool = BlockPool(num_blocks, block_size)
-    scheduler = Scheduler(pool, token_budget, max_running)
+    scheduler = Scheduler(pool, token_budget, max_running, lookahead=lookahead)
     sequences: list[Sequence] = []
     for r, prompt in enumerate(prompts):
         leader = None
@@ -53,11 +54,23 @@ def simulate(
                     assert pool.holders[block] == 1, "a shared block would be written"
                     cache[block, place] = prefix
                     computed += 1
-        sampled = {
-            chunk.sequence: hash((chunk.sequence.arrival, len(chunk.sequence))) % 1000
-            for chunk in step.chunks
-            if chunk.samples
-        }
+        assert step.repeats == 1 or step.decodes
+        sampled: dict[Sequence, list[int]] = {}
+        for chunk in step.chunks:
+            if not chunk.samples:
+                continue
+            sequence, length = chunk.sequence, len(chunk.sequence)
+            drawn = [hash((sequence.arrival, length + i)) % 1000 for i in range(step.repeats)]
+            whole = (*sequence.tokens(0, length), *drawn)
+            for at in range(length, length + step.repeats - 1):  # later steps in a row feed back what was drawn
+                if at // block_size < len(sequence.blocks):  # past the end there is only the trash block
+                    block, place = sequence.blocks[at // block_size], at % block_size
+                    assert pool.holders[block] == 1, "a shared block would be written"
+                    cache[block, place] = whole[: at + 1]
+                    computed += 1
+                else:
+                    assert at >= length + sequence.remaining - 1
+            sampled[sequence] = drawn[: sequence.remaining]
         scheduler.advance(step, sampled)
         for sequence in sampled:
             if len(sequence.output) == sequence.max_tokens:
@@ -88,6 +101,7 @@ def loads(draw: st.DrawFn) -> dict:
         "block_size": block_size,
         "token_budget": draw(st.integers(1, 20)),
         "max_running": draw(st.integers(1, 8)),
+        "lookahead": draw(st.integers(1, 6)),
     }
 
 
@@ -131,6 +145,21 @@ def test_too_few_blocks_lead_to_preemption_and_all_the_same_to_the_end() -> None
     assert all(sequence.finished for sequence in sequences)
 
 
+def test_decode_steps_are_taken_in_a_row_as_far_as_blocks_reach() -> None:
+    pool = BlockPool(6, 4)
+    scheduler = Scheduler(pool, token_budget=32, max_running=4, lookahead=8)
+    for i in range(2):
+        scheduler.add(Sequence(i, i, 0, (i, 1, 2), 20))
+    repeats = []
+    while scheduler.busy and len(repeats) < 6:
+        step = scheduler.schedule()
+        repeats.append(step.repeats)
+        scheduler.advance(step, {chunk.sequence: [7] * step.repeats for chunk in step.chunks})
+    # Prefill; 3 + 8 = 11 tokens need 3 blocks each, all there are; one more fits; then the younger one is preempted.
+    assert repeats[:3] == [1, 8, 1]
+    assert scheduler.preemptions == 1
+
+
 def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
     pool = BlockPool(100, 4)
     scheduler = Scheduler(pool, token_budget=8, max_running=4)
@@ -142,7 +171,7 @@ def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
         step = scheduler.schedule()
         kinds = {chunk.sequence.arrival: chunk.count for chunk in step.chunks}
         mixed += kinds.get(0) == 1 and kinds.get(1, 0) > 1
-        scheduler.advance(step, {chunk.sequence: random.randrange(9) for chunk in step.chunks if chunk.samples})
+        scheduler.advance(step, {chunk.sequence: [random.randrange(9)] for chunk in step.chunks if chunk.samples})
     assert mixed >= 4
 
 

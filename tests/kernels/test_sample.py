@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qerl.kernels.sample import filtered, penalize, sample, uniform
+from qerl.kernels.sample import MASK, filtered, penalize, sample, stream_key, uniforms
 
 N = 40_000
 FILTERS = {
@@ -38,8 +38,9 @@ def test_draws_follow_the_exact_distribution(name: str, temperature: float) -> N
     options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
     logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
     p = expected(logits, temperature, **options)
-    uniforms = torch.tensor([uniform(1, 2, i, 0, 3) for i in range(N)])
-    tokens, drawn, policy = sample(logits.expand(N, -1), uniforms, temperature, **options)
+    keys = torch.tensor([stream_key(1, 2, i, 0) for i in range(N)])
+    numbers = uniforms(keys, torch.full_like(keys, 3))
+    tokens, drawn, policy = sample(logits.expand(N, -1), numbers, temperature, **options)
     counts = torch.bincount(tokens, minlength=12).double()
     assert counts[p == 0].sum() == 0
     chi_square = float(((counts - N * p)[p > 0].square() / (N * p[p > 0])).sum())
@@ -56,19 +57,34 @@ def test_temperature_zero_takes_the_largest() -> None:
 
 
 def test_uniform_numbers_are_even_and_independent() -> None:
-    numbers = torch.tensor([uniform(0, 0, r, s, p) for r in range(20) for s in range(20) for p in range(50)])
+    keys = torch.tensor([stream_key(0, 0, r, s) for r in range(20) for s in range(20) for _ in range(50)])
+    numbers = uniforms(keys, torch.arange(50).repeat(400))
+    assert numbers.dtype == torch.float64
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
     counts = torch.histc(numbers, 20, 0, 1)
     assert float(((counts - 1000).square() / 1000).sum()) < 50
     assert abs(float(torch.corrcoef(torch.stack((numbers[:-1], numbers[1:])))[0, 1])) < 0.03
-    assert uniform(1, 2, 3) != uniform(1, 3, 2)
+    assert stream_key(1, 2, 3) != stream_key(1, 3, 2)
+
+
+def test_the_devices_part_of_the_hash_is_the_hosts() -> None:
+    keys, positions = [stream_key(5, 6, 7, s) for s in range(300)], list(range(300))
+    on_device = uniforms(torch.tensor(keys), torch.tensor(positions)).tolist()
+    for key, position, number in zip(keys, positions, on_device, strict=True):
+        state = (key + position + 0x9E3779B97F4A7C15) & MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+        assert number == ((state ^ (state >> 31)) >> 11) / 2**53
 
 
 def test_the_repetition_penalty_is_that_of_transformers() -> None:
     import transformers
 
     logits = torch.randn(2, 10)
-    seen = [[1, 4, 4], [0, 9, 2]]
-    judge = transformers.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor(seen), logits.clone())
+    held = torch.tensor([[1, 4, 4], [0, 9, 2]])
+    judge = transformers.RepetitionPenaltyLogitsProcessor(1.3)(held, logits.clone())
+    seen = torch.zeros(2, 10, dtype=torch.bool).scatter_(1, held, True)
     assert torch.allclose(penalize(logits, seen, 1.3), judge)
 
 

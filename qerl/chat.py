@@ -1,0 +1,83 @@
+"""`qerl chat` as a function: a conversation with a model on our engine, its words as they come."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from qerl.engine.cache import blocks_that_fit
+from qerl.engine.engine import Engine
+from qerl.generate import BLOCK_SIZE, encode, stop_ids
+from qerl.model.adapter import load_adapter
+from qerl.model.loader import load
+from qerl.quant.checkpoint import resolve
+from qerl.records import Request, Sampling
+
+
+class Chat:
+    """A conversation. The cache keeps what was said, so that a turn computes only what is new.
+
+    A model without a chat template simply continues the text of all turns.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base: str,
+        adapter: Path | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        system: str | None = None,
+        sampling: Sampling | None = None,
+    ) -> None:
+        folder = resolve(model)
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        decoder = load(model, base, device, dtype)
+        if adapter is not None:
+            load_adapter(decoder, adapter)
+        self.context = decoder.arch.max_positions
+        blocks = blocks_that_fit(decoder, BLOCK_SIZE, [self.context])
+        self.engine = Engine(decoder, blocks, BLOCK_SIZE, tokenizer=self.tokenizer, lookahead=1, keep_prefixes=True)
+        self.sampling = replace(sampling or Sampling(max_tokens=512), stop_ids=stop_ids(folder, self.tokenizer))
+        self.opening = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.opening)
+
+    def restart(self) -> None:
+        """Forget what was said."""
+        self.messages = list(self.opening)
+
+    def say(self, text: str, on_text: Callable[[str], None]) -> str:
+        """One turn: the answer, piece by piece to on_text and then whole. A Ctrl-C ends the answer early."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._encode(messages)
+        tokens: list[int] = []
+        shown = [""]
+
+        def on_tokens(request: int, sample: int, new: list[int]) -> None:
+            tokens.extend(new)
+            whole = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            if not whole.endswith("\ufffd"):  # half a character: wait for the rest
+                on_text(whole[len(shown[0]) :])
+                shown[0] = whole
+
+        request = Request(len(self.messages), ids)
+        stream = self.engine.stream([request], self.sampling, on_tokens)
+        try:
+            answer = self._last(stream)
+        except KeyboardInterrupt:
+            answer = shown[0]
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+    def _last(self, stream: Iterator[Any]) -> str:
+        (completion,) = stream
+        if completion.error:
+            raise ValueError(f"{completion.error} Start over with /new.")
+        return str(completion.text)
+
+    def _encode(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+        if self.tokenizer.chat_template:
+            return encode(self.tokenizer, messages)
+        return encode(self.tokenizer, "".join(message["content"] for message in messages))
