@@ -1,6 +1,6 @@
 """`qerl chat` as a function: a conversation with a model on our engine, its words as they come."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,17 +65,15 @@ class Chat:
         request = Request(len(self.messages), ids)
         stream = self.engine.stream([request], self.sampling, on_tokens)
         try:
-            answer = self._last(stream)
+            (completion,) = stream
         except KeyboardInterrupt:
             answer = shown[0]
+        else:
+            if completion.error:
+                raise ValueError(f"{completion.error} Start over with /new.")
+            answer = completion.text
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
-
-    def _last(self, stream: Iterator[Any]) -> str:
-        (completion,) = stream
-        if completion.error:
-            raise ValueError(f"{completion.error} Start over with /new.")
-        return str(completion.text)
 
     def _encode(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
         if self.tokenizer.chat_template:

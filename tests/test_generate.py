@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers
 
-from qerl.generate import encode, read_prompts, stop_ids
+from qerl.errors import Interrupted
+from qerl.generate import Generation, Job, encode, read_prompts, stop_ids
+from qerl.records import Sampling
 from tests.test_cli import last_json, qerl_command
 
 
@@ -68,3 +70,38 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
     done = qerl_command("generate", "--model", tmp_path)
     assert done.returncode == 2
     assert "either --prompt TEXT or --file" in done.stderr
+
+
+def test_a_bad_prompt_is_refused_with_the_reason_and_the_others_are_served(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "abc"}, {"prompt": ""}, {"prompt": "x" * 200}, {"prompt": "abd"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("generate", "--model", folder, "--base", "bf16", "--max-tokens", 5, "--cache-blocks", 9)
+    done = qerl_command(*words, "--file", tmp_path / "p.jsonl", "--out", tmp_path / "out.jsonl")
+    result = last_json(done)
+    assert (result["prompts"], result["refused"], result["cache_blocks"]) == (4, 2, 9)
+    assert "1 of 4 prompts were refused" in done.stderr
+    out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in out] == [row["prompt"] for row in rows]
+    assert [len(row["completions"]) for row in out] == [1, 0, 0, 1]
+    assert "at least one token" in out[1]["error"]
+    assert "context is 128" in out[2]["error"]
+    alone = qerl_command(*words, "--prompt", "")
+    assert alone.returncode == 2
+    assert "at least one token" in alone.stderr
+
+
+def test_an_interrupt_keeps_the_rows_that_are_complete(folder: Path) -> None:
+    job = Job(str(folder), ["abc", "abd", "abe"], samples=2, base="bf16", device="cpu")
+    generation = Generation(job, lambda stop: Sampling(max_tokens=20, stop_ids=stop))
+    counts = []
+
+    def on_done() -> None:
+        counts.append(1)
+        if len(counts) == 4:
+            raise KeyboardInterrupt
+
+    rows = []
+    stream = generation.rows(lambda n: None, on_done)
+    with pytest.raises(Interrupted, match="3 of 6 completions are complete"):
+        rows.extend(stream)
+    assert sum(len(row["completions"]) for row in rows) == 3

@@ -1,4 +1,4 @@
-"""The engine on a GPU, in bf16, with LoRA and noise: eager and graph decode, judged by the packed forward in float32."""
+"""The engine on a GPU, bf16, LoRA, noise: eager and graph decode, judged by the packed forward in float32."""
 
 import gc
 import random
