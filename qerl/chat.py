@@ -3,13 +3,10 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import transformers
 
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
-from qerl.generate import BLOCK_SIZE, encode, stop_ids
+from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
 from qerl.model.adapter import load_adapter
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
@@ -30,19 +27,21 @@ class Chat:
         dtype: str | None = None,
         device: str | None = None,
         system: str | None = None,
-        sampling: Sampling | None = None,
+        *,
+        sampling: Sampling,
     ) -> None:
         folder = resolve(model)
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self.tokenizer = load_tokenizer(folder)
         decoder = load(model, base, device, dtype)
         if adapter is not None:
             load_adapter(decoder, adapter)
         self.context = decoder.arch.max_positions
         blocks = blocks_that_fit(decoder, BLOCK_SIZE, [self.context])
         self.engine = Engine(decoder, blocks, BLOCK_SIZE, tokenizer=self.tokenizer, lookahead=1, keep_prefixes=True)
-        self.sampling = replace(sampling or Sampling(max_tokens=512), stop_ids=stop_ids(folder, self.tokenizer))
+        self.sampling = replace(sampling, stop_ids=stop_ids(folder, self.tokenizer))
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
+        self.turns = 0
 
     def restart(self) -> None:
         """Forget what was said."""
@@ -62,7 +61,8 @@ class Chat:
                 on_text(whole[len(shown[0]) :])
                 shown[0] = whole
 
-        request = Request(len(self.messages), ids)
+        self.turns += 1
+        request = Request(self.turns, ids)
         stream = self.engine.stream([request], self.sampling, on_tokens)
         try:
             (completion,) = stream
@@ -70,8 +70,9 @@ class Chat:
             answer = shown[0]
         else:
             if completion.error:
-                raise ValueError(f"{completion.error} Start over with /new.")
+                raise ValueError(f"{completion.error} Say it shorter, or start over with /new.")
             answer = completion.text
+            on_text(answer[len(shown[0]) :])
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 

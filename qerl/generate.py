@@ -2,21 +2,24 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
+from jinja2.exceptions import TemplateError
 
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
-from qerl.errors import Interrupted
 from qerl.model.adapter import load_adapter
 from qerl.model.loader import load
-from qerl.quant.checkpoint import resolve
+from qerl.quant.checkpoint import read_config, resolve
 from qerl.records import Completion, Request, Sampling
 
 BLOCK_SIZE = 16
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 Prompt = str | list[dict[str, str]]  # taken as it is, or messages for the chat template
 
@@ -24,8 +27,14 @@ Prompt = str | list[dict[str, str]]  # taken as it is, or messages for the chat 
 def read_prompts(file: Path) -> list[Prompt]:
     """A JSONL file whose rows have `prompt`: a string or a list of messages."""
     prompts: list[Prompt] = []
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    if not file.is_file():
+        raise ValueError(f"There is no file {file}.")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}.") from error
+    if text:
+        for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 try:
                     row = json.loads(line)
@@ -33,10 +42,20 @@ def read_prompts(file: Path) -> list[Prompt]:
                     raise ValueError(f"{file}, line {number}, is not JSON: {error}.") from error
                 if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
                     raise ValueError(f"{file}, line {number}, has no `prompt` (a string or a list of messages).")
+                if isinstance(row["prompt"], list) and not _are_messages(row["prompt"]):
+                    raise ValueError(
+                        f'{file}, line {number}: messages are a list such as [{{"role": "user", "content": "..."}}].'
+                    )
                 prompts.append(row["prompt"])
     if not prompts:
         raise ValueError(f"{file} holds no prompts.")
     return prompts
+
+
+def _are_messages(messages: list[Any]) -> bool:
+    return bool(messages) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
@@ -46,8 +65,19 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
         return tuple(tokenizer(prompt)["input_ids"])
     if not tokenizer.chat_template:
         raise ValueError("The model has no chat template: give prompts as strings.")
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"The model's chat template refuses the messages {prompt!r:.200}: {error}.") from error
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer; a folder without one is refused by name."""
+    read_config(folder)  # its own message where this is no model
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"{folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}): add one to make text of tokens.")
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -85,7 +115,7 @@ class Generation:
         """sampling is told the model's stop ids."""
         folder = resolve(job.model)
         self.job = job
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        self.tokenizer = load_tokenizer(folder)
         self.requests = [Request(i, encode(self.tokenizer, p), job.samples) for i, p in enumerate(job.prompts)]
         self.sampling = sampling(stop_ids(folder, self.tokenizer))
         model = load(job.model, job.base, job.device, job.dtype)
@@ -101,32 +131,31 @@ class Generation:
 
     def rows(self, on_tokens: Callable[[int], None], on_done: Callable[[], None]) -> Iterator[dict[str, Any]]:
         """A row a prompt, in order, as soon as it and those before it are complete: `prompt`, `completions`, and
-        `error` for a prompt that was refused. After a Ctrl-C what is complete still comes, then `Interrupted`."""
-        done: dict[int, list[Completion]] = {request.id: [] for request in self.requests}
+        `error` for a prompt that was refused."""
+        self.done: dict[int, list[Completion]] = {request.id: [] for request in self.requests}
         next_row = 0
         stream = self.engine.stream(self.requests, self.sampling, lambda request, sample, new: on_tokens(len(new)))
-        try:
+        with closing(stream):
             for completion in stream:
+                self.done[completion.request].append(completion)
                 on_done()
-                done[completion.request].append(completion)
-                while next_row < len(done) and len(done[next_row]) == self.job.samples:
+                while next_row < len(self.done) and len(self.done[next_row]) == self.job.samples:
+                    yield self._row(next_row)
                     next_row += 1
-                    yield self._row(next_row - 1, done)
-        except KeyboardInterrupt as error:
-            rest = [i for i in range(next_row, len(done)) if done[i]]
-            yield from (self._row(i, done) for i in rest)
-            complete = sum(len(completions) for completions in done.values())
-            raise Interrupted(
-                f"Interrupted: {complete} of {self.job.samples * len(done)} completions are complete; they were kept."
-            ) from error
 
-    def _row(self, i: int, done: dict[int, list[Completion]]) -> dict[str, Any]:
-        ordered = sorted(done[i], key=lambda completion: completion.sample)
-        row: dict[str, Any] = {
-            "prompt": self.job.prompts[i],
-            "completions": [_columns(c) for c in ordered if not c.error],
-        }
-        return row | {"error": ordered[0].error} if ordered[0].error else row
+    def rest(self, taken: int) -> Iterator[dict[str, Any]]:
+        """After a Ctrl-C: the rows beyond the first `taken`, with what is complete; `missing` counts what is not."""
+        return (self._row(i) for i in range(taken, len(self.requests)))
+
+    def _row(self, i: int) -> dict[str, Any]:
+        ordered = sorted(self.done[i], key=lambda completion: completion.sample)
+        completions = [_columns(completion) for completion in ordered if not completion.error]
+        row: dict[str, Any] = {"prompt": self.job.prompts[i], "completions": completions}
+        if ordered and ordered[0].error:
+            row["error"] = ordered[0].error
+        if missing := self.job.samples - len(ordered):
+            row["missing"] = missing
+        return row
 
 
 def _columns(done: Completion) -> dict[str, Any]:

@@ -16,18 +16,22 @@ class Request:
     prompt_ids: tuple[int, ...]
     samples: int = 1
 
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ValueError(f"Request {self.id} asks for {self.samples} samples; at least 1.")
+
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn, and when a sample ends."""
 
     max_tokens: int
-    temperature: float = 1.0  # 0: greedy
+    temperature: float = 1.0  # 0: greedy, with log-probs at temperature 1
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    min_tokens: int = 0  # no stop id before that many
+    min_tokens: int = 0  # no end before that many
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # strings; the text ends before the first of them
     seed: int = 0
@@ -37,11 +41,12 @@ class Sampling:
     def __post_init__(self) -> None:
         checks = {
             "max_tokens must be at least 1": self.max_tokens >= 1,
-            "temperature must be 0 (greedy) or more": self.temperature >= 0,
+            "temperature must be 0 (greedy) or at least 0.001": self.temperature == 0 or self.temperature >= 1e-3,
             "top_k must be 0 (off) or more": self.top_k >= 0,
             "top_p must be above 0 and at most 1": 0 < self.top_p <= 1,
             "min_p must be from 0 to 1": 0 <= self.min_p <= 1,
             "repetition_penalty must be above 0": self.repetition_penalty > 0,
+            "stop must be a tuple of strings, none of them empty": not isinstance(self.stop, str) and all(self.stop),
             "min_tokens must be from 0 to max_tokens": 0 <= self.min_tokens <= self.max_tokens,
         }
         for rule, holds in checks.items():
@@ -66,10 +71,21 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Whatever continues prompts: our engine, or another behind the same two calls."""
+    """Whatever continues prompts: our engine, or another behind the same calls."""
+
+    policy_version: int
 
     def generate(self, requests: Iterable[Request], sampling: Sampling) -> list[Completion]:
         """All completions, in the order of requests and samples; a request that can't be served gives refused ones."""
 
     def stream(self, requests: Iterable[Request], sampling: Sampling) -> Iterator[Completion]:
         """Each completion as it ends."""
+
+    def on_policy_update(self) -> None:
+        """The policy has changed: count its version up, reuse nothing of the old one."""
+
+    def sleep(self) -> None:
+        """Give memory to the trainer until `wake`."""
+
+    def wake(self) -> None:
+        """Be ready to sample; nothing where it is awake."""

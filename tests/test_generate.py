@@ -1,4 +1,8 @@
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -6,7 +10,6 @@ import pytest
 import torch
 import transformers
 
-from qerl.errors import Interrupted
 from qerl.generate import Generation, Job, encode, read_prompts, stop_ids
 from qerl.records import Sampling
 from tests.test_cli import last_json, qerl_command
@@ -63,6 +66,8 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         ("", "holds no prompts"),
         ("{x", "line 1, is not JSON"),
         ('{"text": "x"}', "has no `prompt`"),
+        ('{"prompt": "a"}\n{"prompt": []}', "line 2: messages are a list"),
+        ('{"prompt": [{"role": "user"}]}', "line 1: messages are a list"),
     ):
         (tmp_path / "p.jsonl").write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -90,18 +95,44 @@ def test_a_bad_prompt_is_refused_with_the_reason_and_the_others_are_served(folde
     assert "at least one token" in alone.stderr
 
 
-def test_an_interrupt_keeps_the_rows_that_are_complete(folder: Path) -> None:
+def test_a_ctrl_c_keeps_the_rows_that_are_complete(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "abc"}, {"prompt": "abd" * 30}] * 400
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["generate", "--model", folder, "--base", "bf16", "--max-tokens", "90", "--cache-blocks", "12"]
+    out = tmp_path / "out.jsonl"
+    words = ["qerl", *map(str, words), "--file", str(tmp_path / "p.jsonl"), "--out", str(out)]
+    # Where tests run in the background Python starts with SIGINT ignored; the command must take it all the same.
+    start = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"sys.argv = {words!r}; from qerl.cli import main; main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.PIPE, text=True)
+    for _ in range(600):
+        time.sleep(0.1)
+        if out.exists() and out.read_text().count("\n") >= 3:
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(kept) == len(rows)  # row k is prompt k, also where it is missing
+    complete = [row for row in kept if "missing" not in row]
+    assert 3 <= len(complete) < len(rows)
+    assert all(row["missing"] == 1 and not row["completions"] for row in kept if row not in complete)
+    assert f"{len(complete)} of {len(rows)} completions are complete; they were kept" in " ".join(errors.split())
+
+
+def test_what_is_complete_out_of_order_comes_after_an_interrupt(folder: Path) -> None:
     job = Job(str(folder), ["abc", "abd", "abe"], samples=2, base="bf16", device="cpu")
     generation = Generation(job, lambda stop: Sampling(max_tokens=20, stop_ids=stop))
-    counts = []
 
     def on_done() -> None:
-        counts.append(1)
-        if len(counts) == 4:
+        if sum(map(len, generation.done.values())) == 4:
             raise KeyboardInterrupt
 
-    rows = []
-    stream = generation.rows(lambda n: None, on_done)
-    with pytest.raises(Interrupted, match="3 of 6 completions are complete"):
-        rows.extend(stream)
-    assert sum(len(row["completions"]) for row in rows) == 3
+    rows: list[dict] = []
+    with pytest.raises(KeyboardInterrupt):
+        rows.extend(generation.rows(lambda n: None, on_done))
+    rows.extend(generation.rest(len(rows)))
+    assert sum(len(row["completions"]) for row in rows) == 4
+    generation.engine.sleep()  # the stream is closed

@@ -61,11 +61,11 @@ class DecodeBatch:
             return paged_attention(q_SHd, keys, values, table_SB, position_S, size, window, self.cache.scratch)
 
         hidden_SD = self.model.run(state[:, TOKEN], position_S, attend, noise)
-        seen_SV = None if self.seen_SV is None else self.seen_SV[:rows]
+        seen_SV = self.seen_SV[:rows] if drawing.penalizes and self.seen_SV is not None else None
         tokens_S, *logprobs = drawing.draw(self.model.logits(hidden_SD), state[:, KEY], state[:, DRAWN], seen_SV)
         self.tokens[:, :rows].index_copy_(0, self.at, tokens_S[None])
         self.logprobs[:, :, :rows].index_copy_(1, self.at, torch.stack(logprobs)[:, None])
-        if drawing.penalizes and seen_SV is not None:
+        if seen_SV is not None:
             seen_SV.scatter_(1, tokens_S[:, None], True)
         state[:, TOKEN] = tokens_S
         state[:, POSITION : DRAWN + 1] += 1

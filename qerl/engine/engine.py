@@ -46,6 +46,8 @@ class Engine:
         keep_prefixes: bool = False,
     ) -> None:
         self.keep_prefixes = keep_prefixes
+        if min(token_budget, max_running, 1 if lookahead is None else lookahead) < 1:
+            raise ValueError("token_budget, max_running and lookahead must be at least 1.")
         self.model, self.token_budget, self.max_running = model, token_budget, max_running
         self.tokenizer = tokenizer
         on_gpu = model.device.type == "cuda"
@@ -109,7 +111,8 @@ class Engine:
             raise ValueError("Stop strings need a tokenizer: Engine(..., tokenizer=...).")
         if not self.keep_prefixes:
             self.pool.forget_all()
-        root = (self.policy_version, self.model.noise_version if sampling.noise else "clean")
+        adapter = self.model.adapter_enabled
+        root = (self.policy_version, adapter, self.model.noise_version if sampling.noise else "clean")
         scheduler = Scheduler(self.pool, self.token_budget, self.max_running, root, self.lookahead)
         drawing = Drawing(sampling, self.model.arch.vocab, self.model.device)
         ending = _Ending(sampling, self.tokenizer, self.policy_version, self.model.noise_version)
@@ -122,6 +125,8 @@ class Engine:
             while scheduler.busy:
                 if ending.noise_id not in (None, self.model.noise_version):
                     raise ValueError("Noise was drawn anew in the middle of a stream: draw it before or after.")
+                if self.model.adapter_enabled != adapter:
+                    raise ValueError("The adapter was switched in the middle of a stream: do it before or after.")
                 step = scheduler.schedule()
                 kept = {sequence: ending.keep(sequence, drawn) for sequence, drawn in self._run(step, drawing).items()}
                 scheduler.advance(step, kept)
@@ -134,8 +139,9 @@ class Engine:
             finished = True
         finally:
             self._streaming = False
-            if not finished:  # left or broken off in the middle, perhaps of the bookkeeping
+            if not finished:  # left or broken off, perhaps in the middle of bookkeeping, perhaps with NaN in the cache
                 self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+                self.cache.both.zero_()
 
     def _run(self, step: Step, drawing: Drawing) -> dict[Sequence, Drawn]:
         """The step's tokens through the model: what each sequence that samples drew."""
@@ -166,8 +172,11 @@ class Engine:
         context, vocab = self.model.arch.max_positions, self.model.arch.vocab
         for request in requests:
             length = len(request.prompt_ids)
-            if length >= context:
-                refused.append((request, f"The prompt has {length} tokens; the model's context is {context}."))
+            if length + max(1, sampling.min_tokens) > context:
+                why = (
+                    f"The prompt has {length} tokens and min_tokens is {sampling.min_tokens}: no room for an answer is"
+                )
+                refused.append((request, f"{why} left, since the model's context is {context}."))
                 continue
             if not all(0 <= token < vocab for token in request.prompt_ids):
                 refused.append((request, f"The prompt has token ids outside 0 to {vocab - 1}."))
@@ -192,6 +201,7 @@ class _Ending:
     def __init__(self, sampling: Sampling, tokenizer: Any, version: int, noise_version: int) -> None:
         self.sampling, self.tokenizer = sampling, tokenizer
         self.version, self.noise_id = version, noise_version if sampling.noise else None
+        self.stop_ids = frozenset(sampling.stop_ids)
         self.logprobs: dict[Sequence, list[tuple[float, float]]] = {}
         self.reasons: dict[Sequence, Literal["stop", "length"]] = {}
         # A stop string ends at the last token: only so many of them can hold it (a character may take four).
@@ -199,28 +209,31 @@ class _Ending:
 
     def keep(self, sequence: Sequence, drawn: Drawn) -> list[int]:
         """The tokens up to the sequence's end; what was drawn past it is dropped."""
-        output = list(sequence.output)
+        new: list[int] = []
+        logprobs = self.logprobs.setdefault(sequence, [])
         for token, logprob, policy in drawn:
             if math.isnan(logprob):
                 raise ValueError("The model gives NaN logits: its weights, adapter or noise are not finite.")
-            output.append(token)
-            self.logprobs.setdefault(sequence, []).append((logprob, policy))
-            if token in self.sampling.stop_ids or self._has_stop(output):
+            new.append(token)
+            logprobs.append((logprob, policy))
+            if token in self.stop_ids or self._has_stop(sequence, new):
                 self.reasons[sequence] = "stop"
-            elif len(output) == sequence.max_tokens:
+            elif len(logprobs) == sequence.max_tokens:
                 self.reasons[sequence] = "length"
             if sequence in self.reasons:
                 break
-        return output[len(sequence.output) :]
+        return new
 
     def reason(self, sequence: Sequence) -> Literal["stop", "length"] | None:
         return self.reasons.pop(sequence, None)
 
-    def _has_stop(self, output: list[int]) -> bool:
-        if not self.sampling.stop:
+    def _has_stop(self, sequence: Sequence, new: list[int]) -> bool:
+        if not self.sampling.stop or len(sequence.output) + len(new) < self.sampling.min_tokens:
             return False
-        tail = self._decode(output[-self.tail :])
-        return any(stop in tail for stop in self.sampling.stop) and self._cut(self._decode(output)) is not None
+        tail = self._decode([*sequence.output[-self.tail :], *new][-self.tail :])
+        if not any(stop in tail for stop in self.sampling.stop):
+            return False
+        return self._cut(self._decode([*sequence.output, *new])) is not None
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)

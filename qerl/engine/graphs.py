@@ -4,6 +4,7 @@ A graph holds addresses. Everything it reads is written in place for life (weigh
 still holds is checked before graphs are used again, and what has moved is named.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
@@ -13,6 +14,8 @@ from qerl.engine.decode import DecodeBatch
 from qerl.engine.drawing import Drawing
 from qerl.model.decoder import Decoder
 
+WAYS_TO_DRAW = 4  # whose graphs are kept: training, evaluation and a little more
+
 
 class Graphs:
     """Replays `DecodeBatch.step`; captures what it has not captured yet. `captured` counts."""
@@ -20,12 +23,13 @@ class Graphs:
     def __init__(self, batch: DecodeBatch) -> None:
         self.batch = batch
         self.captured = 0
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Drawing]] = {}
+        # By the way to draw, the least recently used first; then by what a step is captured for.
+        self._graphs: OrderedDict[Hashable, dict[Hashable, tuple[torch.cuda.CUDAGraph, Drawing]]] = OrderedDict()
         self._pool: Any = None  # memory that all graphs share: they run one after another
         self._addresses: dict[str, int] = {}
 
     def check(self) -> None:
-        """Raises if something that graphs read does not lie where it lay."""
+        """Raises if something that graphs read does not lie where it lay. Called as a stream starts."""
         now = addresses(self.batch.model)
         if not self._graphs:
             self._addresses = now
@@ -39,19 +43,22 @@ class Graphs:
 
     def run(self, steps: int, rows: int, blocks: int, noise: bool, drawing: Drawing) -> None:
         """So many decode steps in a row, without a look at the host."""
-        seen = 0 if self.batch.seen_SV is None else self.batch.seen_SV.data_ptr()
-        key = (rows, blocks, noise, self.batch.model.adapter_enabled, seen, drawing.key)
-        if key not in self._graphs:
+        graphs = self._graphs.setdefault(drawing.key, {})
+        self._graphs.move_to_end(drawing.key)
+        if len(self._graphs) > WAYS_TO_DRAW:
+            self._graphs.popitem(last=False)
+        key = (rows, blocks, noise, self.batch.model.adapter_enabled)
+        if key not in graphs:
             self.batch.step(rows, blocks, noise, drawing)  # real work, and it warms up what capture must not meet first
             steps -= 1
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 self.batch.step(rows, blocks, noise, drawing)
             self._pool = self._pool or graph.pool()
-            self._graphs[key] = graph, drawing  # the drawing's tensors must live as long
+            graphs[key] = graph, drawing  # the drawing's tensors must live as long
             self.captured += 1
         for _ in range(steps):
-            self._graphs[key][0].replay()
+            graphs[key][0].replay()
 
 
 def bucket(count: int) -> int:

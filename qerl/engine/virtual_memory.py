@@ -5,6 +5,7 @@ torch's memory statistics do not count it; `torch.cuda.mem_get_info` does.
 """
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -63,15 +64,20 @@ class VirtualMemory:
         self._call(
             "cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(self._properties), ctypes.c_ulonglong(0)
         )
-        self._call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0))
-        access = _Access(self._properties.location, READ_WRITE)
-        self._call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        try:
+            self._call("cuMemMap", self._address, size, ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0))
+            access = _Access(self._properties.location, READ_WRITE)
+            self._call("cuMemSetAccess", self._address, size, ctypes.byref(access), ctypes.c_size_t(1))
+        except RuntimeError:
+            self._driver.cuMemUnmap(self._address, size)
+            self._driver.cuMemRelease(self._handle)
+            raise
         self.mapped = True
 
     def unmap(self) -> None:
         """Give the memory back and keep the addresses."""
         assert self.mapped, "memory is not mapped"
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._properties.location.id)
         self._call("cuMemUnmap", self._address, ctypes.c_size_t(self.nbytes))
         self._call("cuMemRelease", self._handle)
         self.mapped = False
@@ -95,8 +101,11 @@ class VirtualMemory:
             )
 
     def __del__(self) -> None:
-        if getattr(self, "mapped", False):
+        if sys.is_finalizing() or not getattr(self, "_address", None):
+            return
+        if self.mapped:
             self.unmap()
+        if self._address.value:
             self._call("cuMemAddressFree", self._address, ctypes.c_size_t(self.nbytes))
 
 

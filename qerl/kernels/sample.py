@@ -52,8 +52,8 @@ def filtered(scaled_SV: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
         scaled_SV = scaled_SV.masked_fill(scaled_SV < smallest, -torch.inf)
     if top_p < 1.0:
         ordered, places = scaled_SV.sort(dim=-1, descending=True)
-        p = ordered.softmax(-1)
-        before = p.cumsum(-1) - p  # mass of the more likely tokens
+        p = ordered.double().softmax(-1)
+        before = _cumulative(p) - p  # mass of the more likely tokens
         cut = torch.zeros_like(scaled_SV, dtype=torch.bool).scatter_(1, places, before >= top_p)
         scaled_SV = scaled_SV.masked_fill(cut, -torch.inf)
     if min_p > 0.0:
@@ -63,24 +63,37 @@ def filtered(scaled_SV: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
 
 
 def sample(
-    logits_SV: Tensor, uniforms_S: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+    logits_SV: Tensor,
+    uniforms_S: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    policy_SV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """float32 logits, numbers in [0, 1) -> tokens, log-prob as drawn, log-prob before filters; [S] each.
 
-    Temperature 0 takes the largest logit; its log-probabilities are those at temperature 1.
+    policy_SV: the model's own logits, where those to draw from were changed (penalty, no early stop). Temperature 0
+    takes the largest logit; its log-probabilities are those at temperature 1.
     """
-    scaled_SV = logits_SV / temperature if temperature > 0 else logits_SV
-    policy_SV = torch.log_softmax(scaled_SV, dim=-1)
+    factor = temperature if temperature > 0 else 1.0
+    scaled_SV = logits_SV / factor
+    own_SV = scaled_SV if policy_SV is None or policy_SV is logits_SV else policy_SV / factor
+    own_SV = torch.log_softmax(own_SV, dim=-1)
     if temperature == 0:
         tokens_S = logits_SV.argmax(-1)
-        policy_S = policy_SV.gather(1, tokens_S[:, None])[:, 0]
-        return tokens_S, policy_S, policy_S
-    kept_SV = torch.log_softmax(filtered(scaled_SV, top_k, top_p, min_p), dim=-1)
-    cumulative_SV = kept_SV.double().exp().cumsum(-1)
-    mark_S1 = uniforms_S.double()[:, None] * cumulative_SV[:, -1:]
-    tokens_S = torch.searchsorted(cumulative_SV, mark_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
-    return (
-        tokens_S,
-        kept_SV.gather(1, tokens_S[:, None])[:, 0],
-        policy_SV.gather(1, tokens_S[:, None])[:, 0],
-    )
+        kept_SV = torch.log_softmax(scaled_SV, dim=-1)
+    else:
+        kept_SV = torch.log_softmax(filtered(scaled_SV, top_k, top_p, min_p), dim=-1)
+        cumulative_SV = _cumulative(kept_SV.double().exp())
+        mark_S1 = uniforms_S.double()[:, None] * cumulative_SV[:, -1:]
+        tokens_S = torch.searchsorted(cumulative_SV, mark_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
+    at_S1 = tokens_S[:, None]
+    return tokens_S, kept_SV.gather(1, at_S1)[:, 0], own_SV.gather(1, at_S1)[:, 0]
+
+
+def _cumulative(p_SV: Tensor) -> Tensor:
+    """Running sums along a row. On a GPU a single row would be scanned in an order that varies from run to run."""
+    if p_SV.is_cuda and len(p_SV) == 1:
+        return p_SV.expand(2, -1).cumsum(-1)[:1]
+    return p_SV.cumsum(-1)

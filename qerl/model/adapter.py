@@ -104,7 +104,10 @@ def read_settings(folder: Path) -> LoraSettings:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} has no {CONFIG}: it is not a PEFT adapter folder.")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{folder} is a {config.get('peft_type')} adapter; only LORA is supported.")
     used = [key for key, value in config.items() if key not in KNOWN and value and value != "none"]

@@ -73,6 +73,64 @@ def test_behaviour_log_probs_equal_the_trainers(
     assert len({c.token_ids for c in done}) == 16
 
 
+def test_policy_log_probs_are_those_before_every_rule(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    rules = {"top_k": 50, "top_p": 0.8, "min_p": 0.01, "repetition_penalty": 1.5, "min_tokens": 9}
+    sampling = Sampling(max_tokens=20, temperature=0.8, stop_ids=tuple(range(100)), **rules)
+    done = Engine(model, num_blocks=300, block_size=4, lookahead=3).generate(REQUESTS, sampling)
+    for ours, logp in zip(done, recomputed(model, PROMPTS, done, False, 0.8), strict=True):
+        assert torch.allclose(torch.tensor(ours.policy_logprobs), logp, atol=1e-5)
+        assert not torch.allclose(torch.tensor(ours.logprobs), logp, atol=1e-2)
+
+
+@pytest.mark.parametrize("rule", ["eos ids", "repetition_penalty", "min_tokens"])
+def test_greedy_rules_are_those_of_transformers(make_checkpoint: Callable[..., Path], rule: str) -> None:
+    folder, model = model_of(make_checkpoint, "qwen2")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    stops = tuple(range(0, 250, 2))
+    ours, judge = {
+        "eos ids": ({}, {}),
+        "repetition_penalty": ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+        "min_tokens": ({"min_tokens": 7}, {"min_new_tokens": 7}),
+    }[rule]
+    done = Engine(model, num_blocks=200, block_size=4).generate(
+        REQUESTS, Sampling(max_tokens=24, temperature=0, stop_ids=stops, **ours)
+    )
+    assert rule == "min_tokens" or "stop" in {c.finish_reason for c in done}
+    assert rule != "min_tokens" or min(len(c.token_ids) for c in done) >= 7
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        out = theirs.generate(
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=24,
+            eos_token_id=list(stops),
+            pad_token_id=0,
+            **judge,
+        )
+        assert list(completion.token_ids) == out[0, len(prompt) :].tolist()
+
+
+def test_the_adapter_and_each_draw_of_noise_have_prefixes_of_their_own(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = lora_model(make_checkpoint("llama"), device="cpu", cache_dir=tmp_path / "cache")
+    engine = Engine(model, num_blocks=100, block_size=2, keep_prefixes=True, max_running=1)
+    greedy = Sampling(max_tokens=8, temperature=0, noise=True)
+    for seed in (1, 2):
+        set_noise(model, 0.3, torch.Generator().manual_seed(seed))
+        done = engine.generate(REQUESTS, greedy)
+        for ours, logp in zip(done, recomputed(model, PROMPTS, done, True, 1.0), strict=True):
+            assert torch.allclose(torch.tensor(ours.policy_logprobs), logp, atol=1e-5)
+    with model.adapter_disabled():
+        done = engine.generate(REQUESTS, greedy)
+        for ours, logp in zip(done, recomputed(model, PROMPTS, done, True, 1.0), strict=True):
+            assert torch.allclose(torch.tensor(ours.policy_logprobs), logp, atol=1e-5)
+    stream = engine.stream(REQUESTS, greedy)
+    next(stream)
+    with model.adapter_disabled(), pytest.raises(ValueError, match="adapter was switched"):
+        next(stream)
+
+
 def test_tokens_do_not_depend_on_the_batch_the_blocks_or_the_chunks(make_checkpoint: Callable[..., Path]) -> None:
     _, model = model_of(make_checkpoint, "llama")
     sampling = Sampling(max_tokens=15, temperature=1.0, top_p=0.9, top_k=50, seed=3)
@@ -126,7 +184,7 @@ def test_a_stream_that_is_left_gives_its_blocks_back(make_checkpoint: Callable[.
 
 def test_a_bad_request_is_refused_with_the_reason_and_harms_no_other(make_checkpoint: Callable[..., Path]) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    sampling = Sampling(max_tokens=9)
+    sampling = Sampling(max_tokens=9, min_tokens=5)
     (alone,) = Engine(model, num_blocks=10, block_size=4).generate([Request(5, (1, 2, 3))], sampling)
     engine = Engine(model, num_blocks=10, block_size=4)
     bad = {
@@ -134,6 +192,7 @@ def test_a_bad_request_is_refused_with_the_reason_and_harms_no_other(make_checkp
         1: (tuple(range(128)), "model's context is 128"),
         2: (tuple(range(39)), "the cache has 40"),
         3: ((1, 10**6), "token ids outside 0 to"),
+        4: (tuple(range(124)), "min_tokens is 5"),
     }
     requests = [Request(i, ids, samples=2) for i, (ids, _) in bad.items()]
     done = engine.generate([*requests, Request(5, (1, 2, 3))], sampling)
@@ -145,7 +204,20 @@ def test_a_bad_request_is_refused_with_the_reason_and_harms_no_other(make_checkp
     assert done[-1].token_ids == alone.token_ids
     with pytest.raises(ValueError, match="the same id"):
         engine.generate([Request(0, (1,)), Request(0, (2,))], sampling)
-    for wrong in ({"temperature": -1}, {"top_p": 0}, {"min_p": 2}, {"min_tokens": 10}, {"top_k": -1}):
+    with pytest.raises(ValueError, match="0 samples; at least 1"):
+        Request(0, (1,), samples=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        Engine(model, num_blocks=10, max_running=0)
+    for wrong in (
+        {"temperature": -1},
+        {"temperature": 1e-40},
+        {"stop": ("",)},
+        {"stop": "ab"},
+        {"top_p": 0},
+        {"min_p": 2},
+        {"min_tokens": 10},
+        {"top_k": -1},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Sampling(max_tokens=9, **wrong)
     with pytest.raises(ValueError, match="Stop ids"):
@@ -229,9 +301,14 @@ def test_completions_name_the_noise_they_were_drawn_with(make_checkpoint: Callab
 
 def test_logits_that_are_not_numbers_raise(make_checkpoint: Callable[..., Path]) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    model.norm.weight_D.fill_(torch.nan)
+    engine = Engine(model, num_blocks=100, block_size=4)
+    before = engine.generate(REQUESTS, Sampling(max_tokens=12))
+    kept = model.blocks[0].input_norm.weight_D.clone()
+    model.blocks[0].input_norm.weight_D.fill_(torch.nan)
     with pytest.raises(ValueError, match="NaN logits"):
-        Engine(model, num_blocks=100, block_size=4).generate(REQUESTS, Sampling(max_tokens=12))
+        engine.generate(REQUESTS, Sampling(max_tokens=12))
+    model.blocks[0].input_norm.weight_D.copy_(kept)
+    assert engine.generate(REQUESTS, Sampling(max_tokens=12)) == before  # nothing of it stays in the cache
 
 
 def test_a_stop_string_ends_the_sample_and_its_text(
@@ -247,5 +324,7 @@ def test_a_stop_string_ends_the_sample_and_its_text(
     assert stopped.finish_reason == "stop"
     assert stopped.text == free.text[: free.text.find(stop)]
     assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    (later,) = engine.generate(REQUESTS[:1], Sampling(max_tokens=30, seed=1, stop=(stop,), min_tokens=25))
+    assert len(later.token_ids) >= 25
     with pytest.raises(ValueError, match="need a tokenizer"):
         Engine(model, num_blocks=100).generate(REQUESTS[:1], Sampling(max_tokens=3, stop=("x",)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from qerl.engine.engine import Engine
+from qerl.kernels.sample import sample
 from qerl.model.adapter import LoraSettings, add_lora, load_adapter, save_adapter
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Lora
@@ -99,6 +100,17 @@ def test_every_way_to_draw_can_be_captured(tmp_path: Path) -> None:
         judge = eager.generate(REQUESTS, sampling)
         assert graphs.generate(REQUESTS, sampling) == judge
         assert all(len(c.token_ids) >= sampling.min_tokens for c in judge)
+        captured = graphs.graphs.captured
+        assert graphs.generate(REQUESTS, sampling) == judge
+        assert graphs.graphs.captured == captured
+
+
+def test_a_single_row_is_drawn_the_same_every_time() -> None:
+    logits = torch.randn(1, 151_936, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    number = torch.tensor([0.7], dtype=torch.float64, device="cuda")
+    first = sample(logits, number, 1.0, 0, 0.95, 0.0)
+    for _ in range(300):
+        assert all(torch.equal(a, b) for a, b in zip(first, sample(logits, number, 1.0, 0, 0.95, 0.0), strict=True))
 
 
 def test_updates_in_place_reach_captured_graphs_and_moved_tensors_are_refused(tmp_path: Path) -> None:
@@ -114,7 +126,9 @@ def test_updates_in_place_reach_captured_graphs_and_moved_tensors_are_refused(tm
     assert Engine(model, 300, graphs=False, lookahead=8).generate(REQUESTS, SAMPLING) == [
         replace(c, policy_version=0) for c in after
     ]
-    assert engine.graphs.captured - captured <= captured  # other lengths may meet other buckets, no more
+    captured = engine.graphs.captured  # other lengths may have met other buckets
+    assert engine.generate(REQUESTS, SAMPLING) == after
+    assert engine.graphs.captured == captured
     norm = model.blocks[0].input_norm
     kept = norm.noise_D
     norm.noise_D = kept.clone()

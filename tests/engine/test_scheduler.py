@@ -20,9 +20,12 @@ def simulate(
     token_budget: int,
     max_running: int,
     lookahead: int = 1,
+    early: int = 10**9,  # one token in so many ends its sequence
+    pool: BlockPool | None = None,
+    cache: dict[tuple[int, int], tuple[int, ...]] | None = None,
 ) -> tuple[list[Sequence], Scheduler, int]:
     """Run all to the end; returns the sequences, the scheduler and the tokens computed."""
-    pool = BlockPool(num_blocks, block_size)
+    pool = pool or BlockPool(num_blocks, block_size)
     scheduler = Scheduler(pool, token_budget, max_running, lookahead=lookahead)
     sequences: list[Sequence] = []
     for r, prompt in enumerate(prompts):
@@ -33,7 +36,7 @@ def simulate(
             leader = leader or sequence
             sequences.append(sequence)
             scheduler.add(sequence)
-    cache: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, place) -> the whole prefix that was computed there
+    cache = {} if cache is None else cache  # (block, place) -> the whole prefix that was computed there
     computed = 0
     while scheduler.busy:
         step = scheduler.schedule()
@@ -60,7 +63,7 @@ def simulate(
             if not chunk.samples:
                 continue
             sequence, length = chunk.sequence, len(chunk.sequence)
-            drawn = [hash((sequence.arrival, length + i)) % 1000 for i in range(step.repeats)]
+            drawn = [hash((sequence.arrival, length + i)) % 1000 % 3 for i in range(step.repeats)]
             whole = (*sequence.tokens(0, length), *drawn)
             for at in range(length, length + step.repeats - 1):  # later steps in a row feed back what was drawn
                 if at // block_size < len(sequence.blocks):  # past the end there is only the trash block
@@ -70,7 +73,11 @@ def simulate(
                     computed += 1
                 else:
                     assert at >= length + sequence.remaining - 1
-            sampled[sequence] = drawn[: sequence.remaining]
+            kept = drawn[: sequence.remaining]
+            ends = [i for i in range(len(kept)) if hash((sequence.arrival, length, i)) % early == 0]
+            if ends:
+                sequence.max_tokens = len(sequence.output) + ends[0] + 1
+            sampled[sequence] = kept[: ends[0] + 1] if ends else kept
         scheduler.advance(step, sampled)
         for sequence in sampled:
             if len(sequence.output) == sequence.max_tokens:
@@ -112,6 +119,15 @@ def test_everything_finishes_nothing_leaks_and_every_prefix_is_right(load: dict)
     for sequence in sequences:
         assert sequence.finished
         assert len(sequence.output) == sequence.max_tokens
+
+
+@settings(max_examples=200, deadline=None)
+@given(loads(), st.integers(2, 12))
+def test_sequences_that_end_early_and_a_pool_that_outlives_calls(load: dict, early: int) -> None:
+    pool, cache = BlockPool(load["num_blocks"], load["block_size"]), {}
+    for _ in range(3):
+        sequences, _, _ = simulate(**load, early=early, pool=pool, cache=cache)
+        assert all(sequence.finished for sequence in sequences)
 
 
 @settings(max_examples=50, deadline=None)
