@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from qerl import __version__
-from qerl.config import load_config, settings
+from qerl.config import default_recipe, load_config, settings
 from qerl.errors import Interrupted
 
 app = typer.Typer(
@@ -159,13 +159,39 @@ def _show_report(report: Any) -> None:
 
 
 @app.command()
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A recipe (YAML), then settings as key=value. Without a recipe: the tiny model on sums, on a CPU.",
+            metavar="[RECIPE] [KEY=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")] = False,
+) -> None:
+    """Train a model by reinforcement learning. `qerl config` lists all settings."""
+    from qerl.rl.run import resumed_config
+    from qerl.rl.run import train as run
+
+    recipes = [word for word in words or [] if "=" not in word]
+    overrides = [word for word in words or [] if "=" in word]
+    if len(recipes) > 1:
+        raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")
+    config = load_config(Path(recipes[0]) if recipes else default_recipe(), overrides)
+    if resume:
+        config = resumed_config(config.output_dir, overrides)
+    finish(run(config, resume=resume).summary())
+
+
+@app.command()
 def generate(
     model: Annotated[str, typer.Option(help="Checkpoint folder or hub id.")],
     prompt: Annotated[str | None, typer.Option(help="One prompt, taken as it is.")] = None,
     file: Annotated[Path | None, typer.Option(help="JSONL with `prompt` a row: a string, or messages.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="PEFT adapter folder.")] = None,
     base: Annotated[str, typer.Option(help="bf16, nvfp4, mxfp4 or nf4.")] = "nvfp4",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.", show_default="by device")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="by device")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
     n: Annotated[int, typer.Option(help="Samples a prompt.", min=1)] = 1,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
@@ -179,8 +205,9 @@ def generate(
     """Continue prompts, on 16-bit or 4-bit weights, with or without an adapter."""
     if (prompt is None) == (file is None):
         raise ValueError("Give either --prompt TEXT or --file prompts.jsonl.")
-    if out is not None and out.exists():
-        raise ValueError(f"{out} exists. Name a new file, or remove it first.")
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        problem = "exists. Name a new file, or remove it" if out.exists() else "lies in no folder. Make the folder"
+        raise ValueError(f"{out} {problem} first.")
     from qerl import generate as tool
     from qerl.records import Sampling
 
@@ -199,20 +226,35 @@ def generate(
         tokens[0] += count
         bar.update(task, rate=f"{tokens[0] / (time.monotonic() - started):.0f} tokens/s")
 
+    def show(row: dict[str, Any]) -> None:
+        errors.extend([row["error"]] if "error" in row else [])
+        if file_out is not None:
+            file_out.write(json.dumps(row) + "\n")
+            file_out.flush()
+        else:
+            for i, completion in enumerate(row["completions"], 1):
+                screen.rule(escape(f"{row['prompt']!r:.60} {i}/{n}"))
+                screen.print(escape(completion["text"]), highlight=False)
+
+    shown = 0
     with bar, nullcontext() if out is None else open(out, "x", encoding="utf-8") as file_out:
-        for row in generation.rows(on_tokens, lambda: bar.advance(task)):
-            errors += [row["error"]] if "error" in row else []
-            if file_out is not None:
-                file_out.write(json.dumps(row) + "\n")
-                file_out.flush()
-            else:
-                for completion in row["completions"]:
-                    screen.rule()
-                    screen.print(escape(completion["text"]), highlight=False)
+        try:
+            for row in generation.rows(on_tokens, lambda: bar.advance(task)):
+                show(row)
+                shown += 1
+        except KeyboardInterrupt as error:
+            for row in generation.rest(shown):
+                show(row)
+            complete = sum(map(len, generation.done.values()))
+            raise Interrupted(
+                f"Interrupted: {complete} of {n * len(prompts)} completions are complete; they were kept."
+            ) from error
     if errors and len(errors) == len(prompts):
+        if out is not None:
+            out.unlink()  # nothing in it
         raise ValueError(errors[0])
-    for error in sorted(set(errors)):
-        say(f"{errors.count(error)} of {len(prompts)} prompts were refused: {error}")
+    for reason in sorted(set(errors)):
+        say(f"{errors.count(reason)} of {len(prompts)} prompts were refused: {reason}")
     seconds = round(time.monotonic() - started, 3)
     counts = {"prompts": len(prompts), "refused": len(errors), "tokens": tokens[0], "seconds": seconds}
     finish(counts | {"cache_blocks": generation.num_blocks, "out": out})
@@ -223,7 +265,7 @@ def chat(
     model: Annotated[str, typer.Option(help="Checkpoint folder or hub id.")],
     adapter: Annotated[Path | None, typer.Option(help="PEFT adapter folder.")] = None,
     base: Annotated[str, typer.Option(help="bf16, nvfp4, mxfp4 or nf4.")] = "nvfp4",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32.", show_default="by device")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.", show_default="by device")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: Annotated[int, typer.Option(help="New tokens an answer at most.", min=1)] = 512,
@@ -236,7 +278,7 @@ def chat(
 
     say(f"Loading {model} ... (/new starts over, /quit or Ctrl-D ends, Ctrl-C cuts an answer short)")
     settings = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    talk = Chat(model, base, adapter, dtype, device, system, settings)
+    talk = Chat(model, base, adapter, dtype, device, system, sampling=settings)
     turns = 0
     while True:
         try:
@@ -247,13 +289,17 @@ def chat(
             break
         if line == "/new":
             talk.restart()
+        elif line.startswith("/"):
+            say("Commands are /new and /quit.")
         elif line:
             try:
                 talk.say(line, lambda text: print(text, end="", flush=True))
+                turns += 1
+            except KeyboardInterrupt:
+                pass
             except ValueError as error:
                 _complain(error)
             print()
-            turns += 1
     finish({"turns": turns})
 
 

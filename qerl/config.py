@@ -15,6 +15,37 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 Format = Literal["nvfp4", "mxfp4", "nf4"]
 Method = Literal["rtn", "mse", "awq", "gptq"]
+Base = Literal["bf16", "nvfp4", "mxfp4", "nf4", "full"]
+Schedule = Literal["exponential", "linear", "cosine", "logarithmic", "constant", "entropy", "off"]
+LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"]
+
+# Settings of TRL's GRPOConfig that mean something else here or nothing, and what to write instead.
+TRL_NAMES = {
+    "per_device_train_batch_size": "prompts_per_step x num_generations completions are a rollout; micro_batch_tokens "
+    "decides how much goes through the model at a time",
+    "gradient_accumulation_steps": "steps_per_generation says how many updates a rollout is cut into; micro-batches "
+    "follow from micro_batch_tokens",
+    "generation_batch_size": "write prompts_per_step (prompts, not completions)",
+    "gradient_checkpointing": "write recompute",
+    "bf16": "write dtype=bfloat16",
+    "fp16": "write dtype=bfloat16 or float32",
+    "warmup_ratio": "write warmup_steps (below 1 it is a share)",
+    "use_vllm": "qerl samples with its own engine; drop it",
+    "delta": "two-sided clipping is not offered; drop it",
+    "vllm_importance_sampling_correction": "write correction.form (token, masked, sequence, geometric or off)",
+    "vllm_importance_sampling_cap": "write correction.cap",
+    "vllm_importance_sampling_mode": "write correction.form (token, masked, sequence, geometric or off)",
+    "per_device_eval_batch_size": "write eval_size (prompts)",
+    "eval_strategy": "write eval_steps",
+    "save_strategy": "write save_steps",
+    "report_to": "metrics.jsonl always has everything; drop it",
+    "use_peft": "LoRA is on unless base=full; drop it",
+    "model_name_or_path": "write model",
+    "load_in_4bit": "write base=nvfp4, mxfp4 or nf4",
+    "target_modules": "write lora_target_modules",
+    "r": "write lora_r",
+    "torch_dtype": "write dtype",
+}
 
 
 class ConfigError(ValueError):
@@ -84,10 +115,162 @@ class QuantizeConfig(Section):
         return (value,) if isinstance(value, str) else value
 
 
-class Config(Section):
-    """All settings."""
+class NoiseConfig(Section):
+    """Adaptive quantization noise (AQN): exploration by noise on the norms' gains while sampling."""
 
+    schedule: Schedule = setting(
+        "exponential",
+        "How sigma goes from sigma_start to sigma_end over the stages; entropy: a closed loop; off: no noise.",
+        "name",
+    )
+    sigma_start: float = setting(1e-2, "Noise of the first noisy stage (entropy: of the first step).", "std", gt=0)
+    sigma_end: float = setting(1e-4, "Noise of the last stage.", "std", gt=0)
+    num_stages: int = setting(10, "Stages of equal length; the first is clean.", "stages", ge=2)
+    profile: Literal["uniform", "linear"] | tuple[float, ...] = setting(
+        "uniform", "Factor on sigma over depth: uniform, linear (deeper is noisier, mean 1), or one a layer.", "factors"
+    )
+    in_loss: bool = setting(False, "Apply the noise in the loss forward as well.", "true/false")
+    target_entropy: float | tuple[float, float] | None = setting(
+        None, "entropy: what to hold; two numbers: a line over the run; none: the first step's entropy.", "nats"
+    )
+    gain: float = setting(0.5, "entropy: how fast sigma follows (eta).", "factor", gt=0)
+    sigma_min: float = setting(1e-5, "entropy: least sigma.", "std", gt=0)
+    sigma_max: float = setting(1e-1, "entropy: largest sigma.", "std", gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "NoiseConfig":
+        if self.schedule == "entropy" and not self.sigma_min <= self.sigma_start <= self.sigma_max:
+            raise ValueError("sigma_start must lie between sigma_min and sigma_max.")
+        return self
+
+
+class DynamicSamplingConfig(Section):
+    """Groups without variance teach nothing: drop them and draw others, as DAPO does."""
+
+    enabled: bool = setting(True, "Drop groups without variance and refill.", "true/false")
+    metric: str | None = setting(
+        None, "Reward function whose variance counts; none: the accuracy reward if there is one, else the sum.", "name"
+    )
+    max_waves: int = setting(4, "Rollouts a step at most, the first included.", "waves", ge=1)
+
+
+class CorrectionConfig(Section):
+    """Importance weights for the difference between the sampler and the clean policy."""
+
+    form: Literal["token", "masked", "sequence", "geometric", "off"] = setting(
+        "token", "Weight each token; set those above the cap to 0 (masked); or one weight a sequence.", "name"
+    )
+    cap: float = setting(2.0, "Largest weight.", "factor", gt=0)
+
+
+class ArithmeticConfig(Section):
+    """The task `arithmetic`: generated sums."""
+
+    levels: tuple[int, ...] = setting(
+        (2, 3, 4), "Digits of the numbers; one of these is drawn for each problem.", "digits"
+    )
+
+
+class Config(Section):
+    """All settings. Names are TRL's and PEFT's where they mean the same."""
+
+    model: str = setting("tiny", "Checkpoint folder or hub id; tiny is the model shipped with qerl.", "name")
+    base: Base = setting(
+        "nvfp4", "Weights: bf16, nvfp4, mxfp4 or nf4 with LoRA; full: 16-bit weights, all of them trained.", "name"
+    )
+    device: str = setting("auto", "Where to compute: cpu, cuda, cuda:1, or auto (a GPU if there is one).", "name")
+    dtype: Literal["auto", "bfloat16", "float32"] = setting(
+        "auto", "Of activations and 16-bit weights; auto: bfloat16 on a GPU, float32 on a CPU.", "name"
+    )
+    output_dir: Path = setting(Path("runs/qerl"), "Folder for everything a run leaves.", "path")
+    seed: int = setting(0, "Of data order, sampling, LoRA's start and noise.", "number", ge=0)
+
+    task: str = setting("arithmetic", "Registered task that gives prompts and rewards.", "name")
+    reward_funcs: tuple[str, ...] | None = setting(
+        None, "Rewards by registered name or dotted import path; none: the task's own.", "names"
+    )
+    reward_weights: tuple[float, ...] | None = setting(None, "Weight of each reward; none: 1 each.", "factors")
+    max_prompt_length: int = setting(512, "Longer prompts are left out.", "tokens", ge=1)
+
+    max_steps: int = setting(
+        -1, "Steps to train: a step is one rollout and its updates. -1: by epochs.", "steps", ge=-1
+    )
+    num_train_epochs: float = setting(1.0, "Passes over the data where max_steps is -1.", "epochs", gt=0)
+    prompts_per_step: int = setting(16, "Prompts of a rollout.", "prompts", ge=1)
+    num_generations: int = setting(8, "Completions of each prompt, G.", "completions", ge=2)
+    steps_per_generation: int = setting(1, "Updates that a rollout is cut into.", "updates", ge=1)
+    num_iterations: int = setting(1, "Epochs over a rollout.", "epochs", ge=1)
+    micro_batch_tokens: int = setting(16384, "Packed tokens of a forward and backward pass.", "tokens", ge=1)
+    recompute: bool = setting(True, "Recompute activations in the backward pass (on a GPU).", "true/false")
+
+    max_completion_length: int = setting(256, "New tokens at most.", "tokens", ge=1)
+    temperature: float = setting(1.0, "Of sampling and of the trained policy; above 0.", "factor", gt=0)
+    top_p: float = setting(1.0, "Sample from the most likely tokens of this mass.", "share", gt=0, le=1)
+    top_k: int = setting(0, "Sample from so many tokens; 0: all.", "tokens", ge=0)
+    min_p: float = setting(0.0, "Leave out tokens below this share of the likeliest.", "share", ge=0, le=1)
+    repetition_penalty: float = setting(1.0, "Above 1: seen tokens become less likely.", "factor", gt=0)
+
+    loss_type: LossType = setting("dapo", "grpo, dapo, dr_grpo, bnpo or cispo.", "name")
+    importance_sampling_level: Literal["token", "sequence"] = setting(
+        "token", "Ratio of each token, or one of the sequence (GSPO).", "name"
+    )
+    ratio: Literal["clean", "behaviour"] = setting(
+        "clean",
+        "The ratio's old policy: the clean one at rollout time, or the sampler as it was (no correction).",
+        "name",
+    )
+    epsilon: float = setting(0.2, "Clip range of the ratio.", "share", gt=0)
+    epsilon_high: float | None = setting(None, "Upper clip range; none: epsilon (cispo: cap of 5).", "share", gt=0)
+    beta: float = setting(0.0, "Weight of the KL to the policy without adapter.", "factor", ge=0)
+    scale_rewards: Literal["group", "batch", "none"] = setting(
+        "group", "Divide advantages by the std of the group, of the batch, or not.", "name"
+    )
+    mask_truncated_completions: bool = setting(
+        True, "Leave completions without an end out of the loss (not out of the group's mean).", "true/false"
+    )
+
+    learning_rate: float = setting(1e-5, "Of AdamW.", "rate", gt=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting("cosine", "After the warm-up.", "name")
+    warmup_steps: float = setting(0.1, "Updates of warm-up; below 1: their share of all.", "updates", ge=0)
+    optim: Literal["adamw", "adamw_8bit"] = setting("adamw", "adamw (fused) or adamw_8bit (bitsandbytes).", "name")
+    weight_decay: float = setting(0.1, "Of AdamW.", "factor", ge=0)
+    adam_beta1: float = setting(0.9, "Of AdamW.", "factor", ge=0, lt=1)
+    adam_beta2: float = setting(0.99, "Of AdamW.", "factor", ge=0, lt=1)
+    adam_epsilon: float = setting(1e-8, "Of AdamW.", "number", gt=0)
+    max_grad_norm: float = setting(0.2, "Gradients are clipped to this norm.", "norm", gt=0)
+    max_skipped_updates: int = setting(3, "Updates in a row with NaN or Inf before the run stops.", "updates", ge=1)
+
+    lora_r: int = setting(32, "Rank of LoRA.", "rank", ge=1)
+    lora_alpha: float = setting(64.0, "LoRA's scale is lora_alpha / lora_r.", "number", gt=0)
+    lora_target_modules: tuple[str, ...] | str = setting("all-linear", "As PEFT's target_modules.", "names")
+    train_norms: bool = setting(False, "Train the gains of the blocks' norms as well.", "true/false")
+
+    logging_steps: int = setting(1, "Print a line every so many steps (metrics.jsonl has all).", "steps", ge=1)
+    save_steps: int = setting(50, "Write a checkpoint every so many steps, and at the end.", "steps", ge=1)
+    save_total_limit: int = setting(2, "Checkpoints kept.", "checkpoints", ge=1)
+    eval_steps: int = setting(50, "Evaluate every so many steps, and before and after.", "steps", ge=1)
+    eval_size: int = setting(256, "Held-out prompts, greedily continued; 0: no evaluation.", "prompts", ge=0)
+    log_completions: bool = setting(True, "Write every step's completions as Parquet.", "true/false")
+
+    noise: NoiseConfig = NoiseConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    arithmetic: ArithmeticConfig = ArithmeticConfig()
     quantize: QuantizeConfig = QuantizeConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Config":
+        if self.prompts_per_step % self.steps_per_generation:
+            raise ValueError(
+                f"prompts_per_step ({self.prompts_per_step}) must be a multiple of steps_per_generation "
+                f"({self.steps_per_generation}), so that every update has the same number of groups."
+            )
+        weights, functions = self.reward_weights, self.reward_funcs
+        if weights is not None and functions is not None and len(weights) != len(functions):
+            raise ValueError(f"{len(weights)} reward_weights for {len(functions)} reward_funcs.")
+        if self.base == "full" and self.beta > 0:
+            raise ValueError("beta needs the policy without adapter as its reference, which full training has not.")
+        return self
 
 
 @dataclass(frozen=True)
@@ -114,6 +297,11 @@ def load_config(recipe: Path | None = None, overrides: Iterable[str] = ()) -> Co
             raise ConfigError(f"The value in {word!r} is not YAML: {str(error).splitlines()[0]}.") from error
         _put(values, key, value)
     return build_config(values)
+
+
+def default_recipe() -> Path:
+    """The recipe of the default job, shipped with the package."""
+    return Path(__file__).parent / "tiny" / "recipe.yaml"
 
 
 def build_config(values: dict[str, Any]) -> Config:
@@ -172,6 +360,8 @@ def _explain(detail: Any) -> str:
         while isinstance(inner, dict) and inner:  # an unknown section: speak of the first setting in it
             name, inner = next(iter(inner.items()))
             key = f"{key}.{name}"
+        if key in TRL_NAMES:
+            return f"{key} is TRL's and not the same here: {TRL_NAMES[key]}."
         return f"There is no setting {key}.{_nearest(key)}"
     if detail["type"] == "value_error":
         return f"{key or 'config'}: {detail['ctx']['error']}"

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal
 
 from qerl.engine.block_pool import BlockPool
@@ -98,7 +98,7 @@ class Engine:
 
     def stream(
         self, requests: Iterable[Request], sampling: Sampling, on_tokens: OnTokens | None = None
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Each completion as it ends; those of a request that can't be served at once, with finish reason `refused`.
 
         on_tokens is told of tokens as they are drawn.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qerl.quant.layout import Quantized, layout_of
 from qerl.quant.safetensors_io import Location, Reader, read_header
+from qerl.tiny import tiny_model_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -78,8 +79,11 @@ class Checkpoint:
 
 
 def resolve(model: str, check: Callable[[Path], object] = lambda folder: None) -> Path:
-    """A local folder as it is, a hub id as its downloaded snapshot. `check` sees it before weights are fetched."""
+    """A local folder as it is, a hub id as its downloaded snapshot, `tiny` as the model that comes with the package.
+    `check` sees it before weights are fetched."""
     folder = Path(model).expanduser()
+    if model == "tiny" and not folder.is_dir():
+        folder = tiny_model_folder()
     if folder.is_dir():
         check(folder)
         return folder

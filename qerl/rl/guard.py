@@ -1,0 +1,151 @@
+"""What watches over a run: Ctrl-C at the right moment, signs of collapse, and a trial of the worst case before step
+1."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from qerl.config import Config
+from qerl.rl.batch import TrainSample
+from qerl.rl.update import Tally, Updater
+
+BEGINNING = 5  # steps that a run is compared with
+ENTROPY_FLOOR, REWARD_FALL, LENGTH_FALL, CLIPPED = 0.1, 0.5, 0.25, 0.9
+
+
+class Interrupts:
+    """Inside, Ctrl-C (and SIGTERM) raise KeyboardInterrupt, but while weights change only once that is done."""
+
+    def __init__(self) -> None:
+        self._shielded, self._asked = False, False
+
+    def __enter__(self) -> "Interrupts":
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._shielded and not self._asked:
+            self._asked = True
+            return
+        raise KeyboardInterrupt
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """What is inside is finished first; a second Ctrl-C breaks it off."""
+        self._shielded = True
+        try:
+            yield
+        finally:
+            self._shielded = False
+        if self._asked:
+            self._asked = False
+            raise KeyboardInterrupt
+
+
+class CollapseWatch:
+    """Warns, once each, when entropy, reward or length leave where the run began. `seen` is saved with a checkpoint."""
+
+    def __init__(self, seen: dict[str, float] | None = None) -> None:
+        self.seen = seen if seen is not None else {}
+
+    def check(self, step: int, metrics: dict[str, Any]) -> list[str]:
+        entropy, reward = metrics["entropy"], metrics["reward"]
+        length, clipped = metrics["completions/mean_length"], metrics["completions/clipped_ratio"]
+        if step <= BEGINNING:
+            for name, value in (("entropy", entropy), ("length", length)):
+                self.seen[name] = self.seen.get(name, 0.0) + value / BEGINNING
+        smooth = 0.8 * self.seen.get("reward", reward) + 0.2 * reward
+        self.seen["reward"] = smooth
+        self.seen["best"] = max(self.seen.get("best", -math.inf), smooth)
+        if step <= BEGINNING:
+            return []
+        best, entropy_then, length_then = self.seen["best"], self.seen["entropy"], self.seen["length"]
+        signs = (
+            (
+                entropy < ENTROPY_FLOOR * entropy_then,
+                f"entropy fell to {entropy:.3f}, from {entropy_then:.3f} at the start: the policy hardly explores. "
+                "Try more noise (noise.schedule=entropy) or a lower learning_rate.",
+            ),
+            (
+                best > 0 and smooth < REWARD_FALL * best,
+                f"the reward fell to {smooth:.3f} from {best:.3f}: the policy may be collapsing. Lower learning_rate.",
+            ),
+            (
+                length < LENGTH_FALL * length_then,
+                f"completions shrank to {length:.0f} tokens, from {length_then:.0f} at the start.",
+            ),
+            (clipped > CLIPPED, f"{clipped:.0%} of the completions are cut off. Raise max_completion_length."),
+        )
+        found = []
+        for i, (holds, text) in enumerate(signs):
+            if holds and not self.seen.get(f"warned {i}"):
+                self.seen[f"warned {i}"] = 1.0
+                found.append(f"Step {step}: {text}")
+        return found
+
+
+def preflight(config: Config, updater: Updater) -> dict[str, float]:
+    """One micro-batch of the largest shape, forward and backward, nothing changed. Returns tokens, seconds and, on a
+    GPU, peak GB; what does not fit is refused with what would."""
+    model = updater.model
+    longest = config.max_prompt_length + config.max_completion_length
+    if longest > model.arch.max_positions:
+        raise ValueError(
+            f"max_prompt_length + max_completion_length is {longest}; the model's context {model.arch.max_positions}. "
+            f"Lower max_completion_length to {max(1, model.arch.max_positions - config.max_prompt_length)}."
+        )
+    most = longest * config.prompts_per_step * config.num_generations // config.steps_per_generation
+    tokens = max(longest, min(config.micro_batch_tokens, most))
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
+    started = time.monotonic()
+    try:
+        _try(config, updater, tokens // longest)
+    except torch.OutOfMemoryError as error:
+        updater.optimizer.zero_grad(set_to_none=True)
+        raise ValueError(_what_fits(config, updater, tokens // longest, longest)) from error
+    result = {"tokens": float(tokens), "seconds": time.monotonic() - started}
+    if on_gpu:
+        result["peak_gb"] = torch.cuda.max_memory_allocated(model.device) / 1e9
+        torch.cuda.empty_cache()
+    return result
+
+
+def _try(config: Config, updater: Updater, sequences: int) -> None:
+    prompt, completion = config.max_prompt_length, config.max_completion_length
+    one = TrainSample((0,) * prompt, (0,) * completion, (0.0,) * completion, 1.0, True)
+    updater.trial([one] * sequences, Tally())
+
+
+def _what_fits(config: Config, updater: Updater, sequences: int, longest: int) -> str:
+    while sequences > 1:
+        sequences //= 2
+        torch.cuda.empty_cache()
+        try:
+            _try(config, updater, sequences)
+        except torch.OutOfMemoryError:
+            updater.optimizer.zero_grad(set_to_none=True)
+            continue
+        return (
+            f"A micro-batch of micro_batch_tokens={config.micro_batch_tokens} does not fit this GPU. Lower "
+            f"micro_batch_tokens to {sequences * longest}, which fits."
+        )
+    return (
+        f"Not even one sequence of {longest} tokens fits this GPU. Lower max_completion_length (now "
+        f"{config.max_completion_length}) to {config.max_completion_length // 2}, or take a base of fewer bits."
+    )

@@ -1,0 +1,251 @@
+"""A run from its configuration: everything checked and built before step 1, trained, and told about at the end."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qerl.config import Config, ConfigError, build_config, load_config, settings
+from qerl.engine.cache import blocks_that_fit
+from qerl.engine.engine import Engine
+from qerl.generate import BLOCK_SIZE, load_tokenizer, stop_ids
+from qerl.metrics import Metrics, read_metrics
+from qerl.model.adapter import add_lora, trained_parameters
+from qerl.model.decoder import Decoder
+from qerl.model.layers import LoraSettings
+from qerl.model.loader import load
+from qerl.quant.checkpoint import resolve
+from qerl.records import Sampling
+from qerl.report import plot_run
+from qerl.rl import checkpoint
+from qerl.rl.checkpoint import RunState
+from qerl.rl.data import PromptSource
+from qerl.rl.display import Display, final_table, plan, stdout
+from qerl.rl.guard import preflight
+from qerl.rl.schedule import layer_sigmas
+from qerl.rl.trainer import Trainer
+from qerl.rl.update import Updater, make_optimizer
+from qerl.tasks.rewards import RewardFunction, Rewards, import_reward
+from qerl.tasks.task import task_named
+
+METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"
+MAX_RUNNING = 256  # sequences that the engine decodes at a time
+# What may change when a run is resumed; anything else would make it another run.
+MAY_CHANGE = {
+    *("output_dir", "device", "max_steps", "num_train_epochs", "logging_steps", "save_steps", "save_total_limit"),
+    *("eval_steps", "log_completions", "micro_batch_tokens", "recompute"),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves."""
+
+    output_dir: Path
+    checkpoint: Path  # the last; its folder `adapter` is a PEFT adapter
+    steps: int
+    seconds: float  # of training steps
+    before: dict[str, float]  # evaluation before and after, where there was one
+    after: dict[str, float]
+
+    def summary(self) -> dict[str, Any]:
+        found = {
+            "accuracy_before": self.before.get("eval_accuracy"),
+            "accuracy_after": self.after.get("eval_accuracy"),
+            "reward_before": self.before.get("eval_reward"),
+            "reward_after": self.after.get("eval_reward"),
+        }
+        return found | {
+            "seconds": round(self.seconds, 1),
+            "steps": self.steps,
+            "output_dir": str(self.output_dir),
+            "checkpoint": str(self.checkpoint),
+        }
+
+
+def train(
+    config: Config | dict[str, Any] | str | Path | None = None,
+    reward_funcs: RewardFunction | Sequence[RewardFunction | str] | None = None,
+    train_dataset: Sequence[dict[str, Any]] | None = None,
+    eval_dataset: Sequence[dict[str, Any]] | None = None,
+    resume: bool = False,
+) -> Result:
+    """Train by a configuration (a Config, nested values, or a recipe's path), on a task's data and rewards or on yours.
+
+    reward_funcs and rows follow TRL's contract (`qerl.tasks.rewards`); a data set is any sequence of rows with
+    `prompt`.
+    """
+    if not isinstance(config, Config):
+        config = build_config(config) if isinstance(config, dict) else load_config(Path(config) if config else None)
+    output = Path(config.output_dir)
+    state = _prepare(config, output, resume)
+    rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
+    total = _total_steps(config, len(rows))
+    display = Display(total)
+    display.say(f"Loading {config.model} as {config.base} ...")
+    model, tokenizer, ends = _load(config)
+    layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
+    optimizer = make_optimizer(config, list(trained_parameters(model).values()))
+    updater = Updater(config, model, optimizer)
+    trial = preflight(config, updater)
+    if resume:
+        state = checkpoint.restore(checkpoint.checkpoints(output / CHECKPOINTS)[-1], model, optimizer)
+    engine = _engine(config, model, tokenizer, state, len(eval_rows))
+    output.mkdir(parents=True, exist_ok=True)
+    _write_config(config, output / CONFIG)
+    trained = sum(p.numel() for p in trained_parameters(model).values())
+    display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
+    with Metrics(output / METRICS) as metrics:
+        trainer = Trainer(
+            config=config,
+            model=model,
+            tokenizer=tokenizer,
+            sampler=engine,
+            sampling=_sampling(config, ends),
+            source=PromptSource(rows, tokenizer, config.seed, config.max_prompt_length),
+            eval_rows=eval_rows,
+            rewards=rewards,
+            updater=updater,
+            state=state,
+            total_steps=total,
+            metrics=metrics,
+            display=display,
+        )
+        after = trainer.train()
+    saved = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
+    plot_run(output / METRICS, output / "plots")
+    if after:
+        stdout().print(final_table(state.before, after))
+    return Result(output, saved, state.step, state.seconds, state.before, after)
+
+
+def resumed_config(output: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of the run in a folder, with what may change changed."""
+    path = output / CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"{output} holds no run to resume (no {CONFIG}). Drop --resume, or name the run's output_dir."
+        )
+    saved = load_config(path)
+    config = load_config(path, [*overrides, f"output_dir={output}"])
+    before = {entry.key: entry.value for entry in settings(saved)}
+    odd = [e.key for e in settings(config) if e.value != before[e.key] and e.key not in MAY_CHANGE]
+    if odd:
+        raise ConfigError(
+            f"A resumed run goes on with its own settings; {', '.join(odd)} would make it another run. Start a new one "
+            "in another output_dir."
+        )
+    return config
+
+
+def _prepare(config: Config, output: Path, resume: bool) -> RunState:
+    """Refuse what would overwrite a run; cut a resumed run's files back to its last checkpoint."""
+    used = (output / METRICS).exists() or (output / CHECKPOINTS).exists()
+    if not resume:
+        if used:
+            raise ValueError(
+                f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER."
+            )
+        return RunState()
+    saved = checkpoint.checkpoints(output / CHECKPOINTS)
+    if not saved:
+        raise ValueError(f"{output} has no checkpoint to resume from. Start it anew in another output_dir.")
+    state = checkpoint.read_state(saved[-1])
+    if (output / METRICS).exists():
+        _cut_back(output, state.step)
+    return state
+
+
+def _cut_back(output: Path, step: int) -> None:
+    path = output / METRICS
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    kept = [line for line, values in zip(lines, read_metrics(path), strict=True) if values["step"] <= step]
+    partial = path.with_name(f".{METRICS}.partial")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)
+    for file in (output / COMPLETIONS).glob("step-*.parquet"):
+        if int(file.stem.removeprefix("step-")) > step:
+            file.unlink()
+
+
+def _task(
+    config: Config,
+    reward_funcs: RewardFunction | Sequence[RewardFunction | str] | None,
+    train_dataset: Sequence[dict[str, Any]] | None,
+    eval_dataset: Sequence[dict[str, Any]] | None,
+) -> tuple[Rewards, Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
+    """Rewards, training rows and held-out rows: the arguments, else the task's."""
+    task = task_named(config)
+    asked: Any = reward_funcs if reward_funcs is not None else config.reward_funcs
+    functions = [asked] if callable(asked) or isinstance(asked, str) else asked
+    if functions is None:
+        if train_dataset is not None:
+            raise ValueError("Your own train_dataset needs reward_funcs.")
+        functions = task.rewards
+    own = {function.__name__: function for function in task.rewards}
+    found = [own.get(f) or import_reward(f) if isinstance(f, str) else f for f in functions]
+    rewards = Rewards(found, config.reward_weights)
+    rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
+    rows = task.train if train_dataset is None else train_dataset
+    held_out = eval_dataset if eval_dataset is not None else [] if train_dataset is not None else task.test
+    return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]
+
+
+def _total_steps(config: Config, rows: int) -> int:
+    if config.max_steps > 0:
+        return config.max_steps
+    if config.max_steps == 0:
+        raise ValueError("max_steps is 0: there is nothing to train. Give a number, or -1 to go by num_train_epochs.")
+    return max(1, round(config.num_train_epochs * rows / config.prompts_per_step))
+
+
+def _load(config: Config) -> tuple[Decoder, Any, tuple[int, ...]]:
+    """Model with what is trained, tokenizer, stop ids."""
+    device = None if config.device == "auto" else config.device
+    dtype = None if config.dtype == "auto" else config.dtype
+    model = load(config.model, "bf16" if config.base == "full" else config.base, device, dtype)
+    if config.base == "full":
+        model.train_in_full()
+    else:
+        targets = config.lora_target_modules
+        add_lora(
+            model,
+            LoraSettings(config.lora_r, config.lora_alpha, targets, train_norms=config.train_norms),
+            seed=config.seed,
+        )
+    folder = resolve(config.model)
+    tokenizer = load_tokenizer(folder)
+    return model, tokenizer, stop_ids(folder, tokenizer)
+
+
+def _sampling(config: Config, ends: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        max_tokens=config.max_completion_length,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        stop_ids=ends,
+        seed=config.seed,
+        noise=config.noise.schedule != "off",
+    )
+
+
+def _engine(config: Config, model: Decoder, tokenizer: Any, state: RunState, eval_rows: int) -> Engine:
+    """The block count is found once and recorded in the state."""
+    running = min(MAX_RUNNING, max(config.prompts_per_step * config.num_generations, eval_rows))
+    if not state.cache_blocks:
+        longest = config.max_prompt_length + config.max_completion_length
+        state.cache_blocks = blocks_that_fit(model, BLOCK_SIZE, [longest] * running)
+    return Engine(model, state.cache_blocks, BLOCK_SIZE, max_running=running, tokenizer=tokenizer)
+
+
+def _write_config(config: Config, path: Path) -> None:
+    """All settings as a recipe."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    os.replace(partial, path)

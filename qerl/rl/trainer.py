@@ -1,0 +1,230 @@
+"""The loop. One step: noise, rollout, rewards, advantages, updates of the clean policy, and the sampler told of it."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.config import Config
+from qerl.errors import Interrupted
+from qerl.kernels.sample import stream_key
+from qerl.metrics import Metrics
+from qerl.model.decoder import Decoder
+from qerl.model.noise import clear_noise, set_noise
+from qerl.records import Sampler, Sampling
+from qerl.rl import checkpoint
+from qerl.rl.batch import TrainSample
+from qerl.rl.checkpoint import RunState
+from qerl.rl.data import PromptSource
+from qerl.rl.display import Display
+from qerl.rl.evaluate import evaluate
+from qerl.rl.guard import CollapseWatch, Interrupts
+from qerl.rl.measure import peak_memory_gb, rollout_metrics, update_metrics, write_completions
+from qerl.rl.rollout import Rollout, collect, train_samples
+from qerl.rl.schedule import NoiseLevel, layer_sigmas, learning_rate
+from qerl.rl.update import Tally, Updater
+from qerl.tasks.rewards import Rewards, TrainerState
+
+SEED_BITS = (1 << 63) - 1
+
+
+@dataclass
+class Trainer:
+    """Everything a run is made of; `train` is the loop."""
+
+    config: Config
+    model: Decoder
+    tokenizer: Any
+    sampler: Sampler
+    sampling: Sampling
+    source: PromptSource
+    eval_rows: Sequence[dict[str, Any]]
+    rewards: Rewards
+    updater: Updater
+    state: RunState
+    total_steps: int
+    metrics: Metrics
+    display: Display
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    timing: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.noise = NoiseLevel(self.config.noise, self.total_steps, self.state.sigma, self.state.target)
+        self.watch = CollapseWatch(self.state.watched)
+        self.source.position, self.source.too_long = self.state.position, self.state.too_long
+
+    def train(self) -> dict[str, float]:
+        """Runs to the end; returns the last evaluation. Interrupted, it saves what is done and says how to go on."""
+        config, state = self.config, self.state
+        after: dict[str, float] = {}
+        with self.display, self.interrupts:
+            try:
+                if state.step == 0 and not state.before:
+                    state.before = self.evaluate()
+                for step in range(state.step + 1, self.total_steps + 1):
+                    started = time.monotonic()
+                    sigma, stage = self.draw_noise(step)
+                    rollout = self.roll_out(step)
+                    samples = train_samples(config, rollout.groups)
+                    with self.interrupts.shield():
+                        tally, results = self.update(samples, step)
+                        self.finish(step, rollout, samples, tally, results, started, sigma, stage)
+                    if step % config.eval_steps == 0 or step == self.total_steps:
+                        after = self.evaluate()
+                    if step % config.save_steps == 0 or step == self.total_steps:
+                        self.save()
+            except KeyboardInterrupt as error:
+                where = self.save()
+                raise Interrupted(
+                    f"Stopped after step {state.step} of {self.total_steps}; saved in {where}. "
+                    f"To go on: qerl train --resume output_dir={config.output_dir}"
+                ) from error
+        return after
+
+    def draw_noise(self, step: int) -> tuple[float, int]:
+        """Noise for the coming rollout: a function of seed and step (the closed loop's sigma aside)."""
+        sigma, stage = self.noise.at(step - 1)
+        if sigma > 0:
+            sigmas = layer_sigmas(self.config.noise, sigma, self.model.arch.layers)
+            set_noise(self.model, sigmas, torch.Generator().manual_seed(stream_key(self.config.seed, step) & SEED_BITS))
+        elif self.config.noise.schedule != "off":
+            clear_noise(self.model)
+        return sigma, stage
+
+    def roll_out(self, step: int) -> Rollout:
+        """Sampled, scored and filtered groups."""
+        done = [0, 0]
+        wanted = self.config.prompts_per_step * self.config.num_generations
+
+        def on_completion(tokens: int) -> None:
+            done[0] += 1
+            done[1] += tokens
+            self.display.phase(f"rollout {done[0]}/{wanted}, {done[1]} tokens")
+
+        version = self.sampler.policy_version
+        before = self.timing.get("reward", 0.0)
+        with self.timed("rollout"):
+            self.sampler.wake()
+            rollout = collect(
+                self.config,
+                self.source,
+                self.sampler,
+                self.sampling,
+                self.rewards,
+                TrainerState(step, self.total_steps),
+                on_completion,
+                lambda: self.timed("reward"),
+            )
+        self.timing["rollout"] -= self.timing.get("reward", 0.0) - before  # scored within the waves
+        assert all(c.policy_version == version for c in rollout.completions), "completions of another policy"
+        return rollout
+
+    def update(self, samples: list[TrainSample], step: int) -> tuple[Tally, list[dict[str, float]]]:
+        """The rollout cut into updates, several times over; then the sampler knows of it."""
+        config, state = self.config, self.state
+        per_rollout = config.steps_per_generation * config.num_iterations
+        total = self.total_steps * per_rollout
+        tally = Tally()
+        results: list[dict[str, float]] = []
+        with self.timed("train"):
+            if self.model.device.type == "cuda":
+                self.sampler.sleep()
+            self.updater.score(samples, old=per_rollout > 1, reference=config.beta > 0)
+            state.updates = (step - 1) * per_rollout
+            size = -(-len(samples) // config.steps_per_generation)
+            for _ in range(config.num_iterations):
+                for start in range(0, len(samples), max(1, size)):
+                    self.display.phase(f"update {len(results) + 1}/{per_rollout}")
+                    rate = learning_rate(config, state.updates, total)
+                    result = self.updater.step(samples[start : start + size], rate, tally)
+                    results.append(result | {"learning_rate": rate})
+                    state.updates += 1
+                    state.skipped_in_a_row = state.skipped_in_a_row + 1 if result["skipped"] else 0
+                    if state.skipped_in_a_row:
+                        self.display.warn(f"Step {step}: loss or gradient is not finite; the update was skipped.")
+        self.sampler.on_policy_update()
+        return tally, results
+
+    def finish(
+        self,
+        step: int,
+        rollout: Rollout,
+        samples: list[TrainSample],
+        tally: Tally,
+        results: list[dict[str, float]],
+        started: float,
+        sigma: float,
+        stage: int,
+    ) -> None:
+        """Count, measure, write down."""
+        config, state = self.config, self.state
+        sampled = sum(len(completion.token_ids) for completion in rollout.completions)
+        state.num_tokens += sampled + sum(
+            len(group.prompt.prompt_ids) * len(group.completions) for group in rollout.drawn
+        )
+        metrics = rollout_metrics(rollout, self.rewards, config.prompts_per_step)
+        metrics |= update_metrics(tally, results, config.beta)
+        if "entropy" in metrics:
+            self.noise.observe(step - 1, metrics["entropy"])
+            for warning in self.watch.check(step, metrics):
+                self.display.warn(warning)
+        seconds = time.monotonic() - started
+        state.seconds += seconds
+        metrics |= {
+            "noise/sigma": sigma,
+            "noise/stage": stage,
+            "num_tokens": state.num_tokens,
+            "learning_rate": results[-1]["learning_rate"] if results else 0.0,
+            "epoch": self.source.position / len(self.source.rows),
+            "data/too_long": self.source.too_long,
+            "step_time": seconds,
+            "rollout/tokens_per_s": sampled / max(1e-9, self.timing.get("rollout", 0.0)),
+            "memory/peak_gb": peak_memory_gb(self.model.device),
+        } | {f"timing_s/{name}": value for name, value in self.timing.items()}
+        self.timing.clear()
+        if config.log_completions:
+            path = Path(config.output_dir) / "completions" / f"step-{step:06d}.parquet"
+            write_completions(path, step, rollout, self.rewards, [sample.advantage for sample in samples])
+        self.metrics.log(metrics, step)
+        state.step, state.position, state.too_long = step, self.source.position, self.source.too_long
+        state.sigma, state.target, state.watched = self.noise.sigma, self.noise.target, self.watch.seen
+        self.display.done(step)
+        if step % config.logging_steps == 0 or step == self.total_steps:
+            self.display.line(step, metrics)
+        if state.skipped_in_a_row >= config.max_skipped_updates:
+            where = self.save()
+            raise ValueError(
+                f"{state.skipped_in_a_row} updates in a row had a loss or gradient that is not finite. The state is in "
+                f"{where}; lower learning_rate or max_grad_norm, or look at the last steps in completions/."
+            )
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out prompts, greedily, without noise."""
+        if not self.eval_rows:
+            return {}
+        self.display.phase(f"evaluating {len(self.eval_rows)} prompts")
+        with self.timed("eval"):
+            self.sampler.wake()
+            state = TrainerState(self.state.step, self.total_steps)
+            metrics, _ = evaluate(self.eval_rows, self.tokenizer, self.sampler, self.sampling, self.rewards, state)
+        self.metrics.log(metrics, self.state.step)
+        shown = "  ".join(f"{key.removeprefix('eval_')} {value:.4g}" for key, value in metrics.items())
+        self.display.say(f"evaluation after step {self.state.step}: {shown}")
+        return metrics
+
+    def save(self) -> Path:
+        with self.timed("save"):
+            folder = Path(self.config.output_dir) / "checkpoints"
+            return checkpoint.save(folder, self.model, self.updater.optimizer, self.state, self.config.save_total_limit)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.timing[name] = self.timing.get(name, 0.0) + time.monotonic() - started

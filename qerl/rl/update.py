@@ -1,0 +1,186 @@
+"""One optimizer step: micro-batches through the clean policy, the loss backward, gradients clipped, weights in
+place."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qerl.config import Config
+from qerl.model.decoder import Decoder
+from qerl.model.trained import refresh
+from qerl.rl.batch import MicroBatch, TrainSample, micro_batches
+from qerl.rl.correction import importance_weights
+from qerl.rl.loss import LossSettings, coefficients, policy_loss
+
+
+@dataclass
+class Tally:
+    """Sums and extremes over the tokens of a step, for the metrics."""
+
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+    smallest: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, values_N: Tensor) -> None:
+        self.sums[name] += float(values_N.double().sum())
+
+    def extremes(self, name: str, values_N: Tensor) -> None:
+        self.largest[name] = max(self.largest.get(name, -math.inf), float(values_N.max()))
+        self.smallest[name] = min(self.smallest.get(name, math.inf), float(values_N.min()))
+
+    def mean(self, name: str) -> float:
+        return self.sums[name] / max(1, self.tokens)
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(sum w)^2 / (N sum w^2) of the uncapped token weights: 1 where the sampler is the policy."""
+        return self.sums["w"] ** 2 / max(1e-30, self.tokens * self.sums["w^2"])
+
+
+def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {
+        "lr": config.learning_rate,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "weight_decay": config.weight_decay,
+    }
+    if config.optim == "adamw":
+        return torch.optim.AdamW(parameters, fused=True, **options)
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ValueError(
+            "optim=adamw_8bit needs bitsandbytes: pip install bitsandbytes, or use optim=adamw."
+        ) from error
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, **options)
+    return optimizer
+
+
+def loss_settings(config: Config) -> LossSettings:
+    return LossSettings(
+        config.loss_type,
+        config.importance_sampling_level,
+        config.epsilon,
+        config.epsilon_high,
+        config.beta,
+        config.max_completion_length,
+    )
+
+
+class Updater:
+    """Holds what an update needs besides its samples."""
+
+    def __init__(self, config: Config, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+        self.config, self.model, self.optimizer = config, model, optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.settings = loss_settings(config)
+        self.recompute = config.recompute and model.device.type == "cuda"
+
+    def step(self, samples: Sequence[TrainSample], learning_rate: float, tally: Tally) -> dict[str, float]:
+        """Returns loss and grad_norm; where either is not finite nothing is changed, and `skipped` is 1."""
+        lengths = [len(sample.token_ids) if sample.in_loss else 0 for sample in samples]
+        coefficient = coefficients(self.settings, lengths)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for micro in micro_batches(samples, coefficient, self.config.micro_batch_tokens, self.model.device):
+            part = self._loss(micro, tally)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += float(part.detach())
+        norm = float(nn.utils.clip_grad_norm_([p for p in self.parameters if p.grad is not None], 1e30))
+        result = {"loss": loss, "grad_norm": norm, "skipped": 0.0}
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            return result | {"skipped": 1.0}
+        if any(lengths):
+            self._apply(norm, learning_rate)
+        return result
+
+    def trial(self, samples: Sequence[TrainSample], tally: Tally) -> None:
+        """One micro-batch forward and backward, nothing changed."""
+        packed = next(
+            iter(micro_batches(samples, [1.0] * len(samples), sum(s.length for s in samples), self.model.device))
+        )
+        self._loss(packed, tally).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _apply(self, norm: float, learning_rate: float) -> None:
+        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        refresh(self.model)
+
+    def _loss(self, micro: MicroBatch, tally: Tally) -> Tensor:
+        config = self.config
+        logp_N, entropy_N = self.logprobs(micro, self.recompute)
+        clean_N = _joined([s.old_logp for s in micro.samples], logp_N.detach())
+        if config.ratio == "behaviour":
+            old_N, weight_N, touched_N = micro.behaviour_N, None, torch.zeros_like(clean_N, dtype=torch.bool)
+        else:
+            correction = config.correction
+            old_N = clean_N
+            weight_N, touched_N = importance_weights(
+                old_N, micro.behaviour_N, micro.sequence_N, correction.form, correction.cap
+            )
+        ref_N = _joined([s.ref_logp for s in micro.samples], None) if self.settings.beta else None
+        out = policy_loss(
+            self.settings, logp_N, old_N, micro.advantage_N, micro.coefficient_N, micro.sequence_N, weight_N, ref_N
+        )
+        difference_N = (clean_N - micro.behaviour_N).abs()
+        tally.tokens += len(logp_N)
+        tally.add("entropy", entropy_N)
+        tally.add("low", out.low_clipped_N)
+        tally.add("high", out.high_clipped_N)
+        tally.add("touched", touched_N)
+        tally.add("difference", difference_N)
+        tally.extremes("difference", difference_N)
+        raw_N = (clean_N - micro.behaviour_N).double().exp()
+        tally.add("w", raw_N)
+        tally.add("w^2", raw_N.square())
+        tally.add("ratio", raw_N if weight_N is None else weight_N)
+        tally.extremes("ratio", raw_N if weight_N is None else weight_N)
+        if out.kl_N is not None:
+            tally.add("kl", out.kl_N)
+        return out.loss
+
+    def logprobs(self, micro: MicroBatch, recompute: bool = False) -> tuple[Tensor, Tensor]:
+        """log p and entropy of the completion tokens under the policy of the loss."""
+        hidden_TD = self.model(micro.packed, noise=self.config.noise.in_loss, recompute=recompute)
+        return self.model.logprobs(hidden_TD[micro.places_N], micro.targets_N, self.config.temperature)
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[TrainSample], old: bool, reference: bool) -> None:
+        """Before the first update: the clean policy's log-probs, and the reference's."""
+        weights = [1.0] * len(samples)
+        for micro in micro_batches(samples, weights, self.config.micro_batch_tokens, self.model.device):
+            lengths = [len(sample.token_ids) for sample in micro.samples]
+            if old:
+                parts = torch.split(self.logprobs(micro)[0], lengths)
+                for sample, part in zip(micro.samples, parts, strict=True):
+                    sample.old_logp = part
+            if reference:
+                with self.model.adapter_disabled():
+                    hidden_TD = self.model(micro.packed)
+                    logp_N, _ = self.model.logprobs(hidden_TD[micro.places_N], micro.targets_N, self.config.temperature)
+                for sample, part in zip(micro.samples, torch.split(logp_N, lengths), strict=True):
+                    sample.ref_logp = part
+
+
+def _joined(parts: Sequence[Tensor | None], default: Tensor | None) -> Tensor:
+    """The samples' tensors one after another, or the default where they have none."""
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        assert not found, "some samples have been scored and others not"
+        assert default is not None, "log-probs that nothing scored"
+        return default
+    return torch.cat(found)

@@ -1,0 +1,144 @@
+"""Reward functions by TRL's contract, called on a batch of completions.
+
+A function is called with the keywords `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_extra`,
+`log_metric` and every dataset column, each a list of one entry a completion; it takes `**kwargs` or only the names it
+wants, and returns a list of numbers, None where it does not apply. It may be `async def`: such functions are awaited
+together.
+"""
+
+import asyncio
+import importlib
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+RewardFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a reward function may know of the run; names as in transformers' TrainerState."""
+
+    global_step: int
+    max_steps: int
+
+
+class Rewards:
+    """Reward functions with their weights."""
+
+    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
+        if not functions:
+            raise ValueError("There is no reward function: give reward_funcs, or a task that brings its own.")
+        self.functions = list(functions)
+        self.names = [_name(function) for function in functions]
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"Two reward functions have the same name: {', '.join(self.names)}.")
+        self.weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
+        if len(self.weights) != len(self.functions):
+            raise ValueError(f"{len(self.weights)} reward_weights for {len(self.functions)} reward functions.")
+
+    def accuracy_index(self, metric: str | None = None) -> int | None:
+        """Which function is the named one, or the accuracy reward; None: there is no accuracy reward."""
+        if metric is not None:
+            if metric not in self.names:
+                raise ValueError(f"There is no reward function {metric!r}; there are {', '.join(self.names)}.")
+            return self.names.index(metric)
+        return next((i for i, name in enumerate(self.names) if "accuracy" in name), None)
+
+    def score(
+        self, rows: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[Sequence[int]], state: TrainerState
+    ) -> "Scores":
+        """rows: the dataset row of each completion, with its `prompt`."""
+        scores = Scores([], {}, {})
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            scores.extra[column] = list(values)
+
+        def log_metric(name: str, value: float) -> None:
+            scores.metrics.setdefault(name, []).append(float(value))
+
+        columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
+        columns.pop("prompt", None)
+        prompts = [row["prompt"] for row in rows]
+        completions = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        given = columns | {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": [list(tokens) for tokens in ids],
+            "trainer_state": state,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        results = [function(**_wanted(function, given)) for function in self.functions]
+        if any(inspect.isawaitable(result) for result in results):
+            results = asyncio.run(_together(results))
+        scores.values.extend(
+            _checked(name, result, len(rows)) for name, result in zip(self.names, results, strict=True)
+        )
+        return scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    values: list[list[float]]  # a list a function; NaN where it does not apply
+    extra: dict[str, list[Any]]  # columns that functions asked to log
+    metrics: dict[str, list[float]]
+
+
+async def _together(results: list[Any]) -> list[Any]:
+    async def value(result: Any) -> Any:
+        return await result if isinstance(result, Awaitable) else result
+
+    return list(await asyncio.gather(*(value(result) for result in results)))
+
+
+def _wanted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return given
+    names = [parameter.name for parameter in parameters]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in given]
+    if missing:
+        raise ValueError(
+            f"Reward function {_name(function)} asks for {', '.join(missing)}; there are {', '.join(sorted(given))}."
+        )
+    return {name: given[name] for name in names if name in given}
+
+
+def _checked(name: str, result: Any, count: int) -> list[float]:
+    try:
+        values = [math.nan if value is None else float(value) for value in result]
+    except TypeError as error:
+        raise ValueError(
+            f"Reward function {name} must return a list of numbers or None, not {result!r:.80}."
+        ) from error
+    if len(values) != count:
+        raise ValueError(f"Reward function {name} returned {len(values)} rewards for {count} completions.")
+    if any(math.isinf(value) for value in values):
+        raise ValueError(f"Reward function {name} returned an infinite reward.")
+    return values
+
+
+def _name(function: RewardFunction) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def import_reward(path: str) -> RewardFunction:
+    """A function by its dotted import path."""
+    module, dot, name = path.rpartition(".")
+    if not dot:
+        raise ValueError(
+            f"There is no reward {path!r}; write a registered name or a dotted path such as my_rewards.accuracy."
+        )
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"The reward {path!r} can't be imported: {error}.") from error
+    if not callable(function):
+        raise ValueError(f"The reward {path!r} is not a function.")
+    return function  # type: ignore[no-any-return]
