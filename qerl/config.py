@@ -167,7 +167,7 @@ class ArithmeticConfig(Section):
     """The task `arithmetic`: generated sums."""
 
     levels: tuple[int, ...] = setting(
-        (2, 3, 4), "Digits of the numbers; one of these is drawn for each problem.", "digits"
+        (2, 3, 3, 4, 4), "Digits of the numbers; one of these is drawn for each problem.", "digits"
     )
 
 

@@ -84,8 +84,8 @@ def plan(config: Config, total_steps: int, rows: int, trained: int, blocks: int,
     return "\n".join(
         (
             f"Plan: {total_steps} steps on {rows} prompts; {config.model} as {config.base}, {trained:,} weights train.",
-            f"  A step samples {prompts} prompts x {config.num_generations} = {completions} completions of up to {tokens} "
-            f"tokens, then makes {updates} update{'s' if updates > 1 else ''} of {each} completions{epochs}.",
+            f"  A step samples {prompts} prompts x {config.num_generations} = {completions} completions of up to "
+            f"{tokens} tokens, then makes {updates} update{'s' if updates > 1 else ''} of {each} completions{epochs}.",
             f"  Loss {config.loss_type}, {noisy}; learning rate {config.learning_rate:g} ({config.lr_scheduler_type}).",
             f"  Cache of {blocks} blocks. Largest micro-batch tried: {trial['tokens']:.0f} tokens in "
             f"{trial['seconds']:.1f} s{peak}.",

@@ -1,5 +1,6 @@
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,15 @@ from qerl.tasks.arithmetic import LEVELS, accuracy, distinct, problem, worked, w
 from qerl.tiny import make, tiny_model_folder
 
 MAX_TOKENS = 48
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, threads that wait for each other make such small work slow."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tokenizer_of(folder: Path) -> transformers.PreTrainedTokenizerFast:
