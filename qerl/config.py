@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -64,6 +64,8 @@ class Section(BaseModel):
     @classmethod
     def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields[info.field_name or ""]
+        if value is False and "off" in get_args(field.annotation):  # YAML reads off as false
+            return "off"
         if isinstance(value, bool) and field.annotation in (int, float, str):
             raise ValueError(f"{value!r} is true/false, where a {field.annotation.__name__} belongs.")
         return value

@@ -80,46 +80,59 @@ def train(
     """
     if not isinstance(config, Config):
         config = build_config(config) if isinstance(config, dict) else load_config(Path(config) if config else None)
+    trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
+    with trainer.metrics:
+        after = trainer.train()
+    output, state = Path(config.output_dir), trainer.state
+    plot_run(output / METRICS, output / "plots")
+    if after:
+        stdout().print(final_table(state.before, after))
+    last = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
+    return Result(output, last, state.step, state.seconds, state.before, after)
+
+
+def build(
+    config: Config,
+    reward_funcs: RewardFunction | Sequence[RewardFunction | str] | None = None,
+    train_dataset: Sequence[dict[str, Any]] | None = None,
+    eval_dataset: Sequence[dict[str, Any]] | None = None,
+    resume: bool = False,
+) -> Trainer:
+    """Everything checked, loaded and tried; what is left is the loop."""
     output = Path(config.output_dir)
-    state = _prepare(config, output, resume)
+    state = _prepare(output, resume)
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
     total = _total_steps(config, len(rows))
     display = Display(total)
     display.say(f"Loading {config.model} as {config.base} ...")
     model, tokenizer, ends = _load(config)
     layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
+    source = PromptSource(rows, tokenizer, config.seed, config.max_prompt_length)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
     updater = Updater(config, model, optimizer)
     trial = preflight(config, updater)
     if resume:
         state = checkpoint.restore(checkpoint.checkpoints(output / CHECKPOINTS)[-1], model, optimizer)
     engine = _engine(config, model, tokenizer, state, len(eval_rows))
-    output.mkdir(parents=True, exist_ok=True)
-    _write_config(config, output / CONFIG)
     trained = sum(p.numel() for p in trained_parameters(model).values())
     display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
-    with Metrics(output / METRICS) as metrics:
-        trainer = Trainer(
-            config=config,
-            model=model,
-            tokenizer=tokenizer,
-            sampler=engine,
-            sampling=_sampling(config, ends),
-            source=PromptSource(rows, tokenizer, config.seed, config.max_prompt_length),
-            eval_rows=eval_rows,
-            rewards=rewards,
-            updater=updater,
-            state=state,
-            total_steps=total,
-            metrics=metrics,
-            display=display,
-        )
-        after = trainer.train()
-    saved = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
-    plot_run(output / METRICS, output / "plots")
-    if after:
-        stdout().print(final_table(state.before, after))
-    return Result(output, saved, state.step, state.seconds, state.before, after)
+    output.mkdir(parents=True, exist_ok=True)
+    _write_config(config, output / CONFIG)
+    return Trainer(
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        sampler=engine,
+        sampling=_sampling(config, ends),
+        source=source,
+        eval_rows=eval_rows,
+        rewards=rewards,
+        updater=updater,
+        state=state,
+        total_steps=total,
+        metrics=Metrics(output / METRICS),
+        display=display,
+    )
 
 
 def resumed_config(output: Path, overrides: Sequence[str]) -> Config:
@@ -141,7 +154,7 @@ def resumed_config(output: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _prepare(config: Config, output: Path, resume: bool) -> RunState:
+def _prepare(output: Path, resume: bool) -> RunState:
     """Refuse what would overwrite a run; cut a resumed run's files back to its last checkpoint."""
     used = (output / METRICS).exists() or (output / CHECKPOINTS).exists()
     if not resume:

@@ -103,10 +103,10 @@ class Updater:
 
     def trial(self, samples: Sequence[TrainSample], tally: Tally) -> None:
         """One micro-batch forward and backward, nothing changed."""
-        packed = next(
-            iter(micro_batches(samples, [1.0] * len(samples), sum(s.length for s in samples), self.model.device))
-        )
-        self._loss(packed, tally).backward()  # type: ignore[no-untyped-call]
+        self.score(samples, old=False, reference=self.config.beta > 0)
+        tokens = sum(sample.length for sample in samples)
+        (micro,) = micro_batches(samples, [1.0] * len(samples), tokens, self.model.device)
+        self._loss(micro, tally).backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad(set_to_none=True)
 
     def _apply(self, norm: float, learning_rate: float) -> None:

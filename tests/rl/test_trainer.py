@@ -1,0 +1,305 @@
+"""The loop on the shipped tiny model: noise, resume, guards, the default job's variants."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+import yaml
+
+import qerl
+from qerl.config import Config, ConfigError, default_recipe, load_config
+from qerl.errors import Interrupted
+from qerl.metrics import read_metrics
+from qerl.model.packing import next_tokens, pack
+from qerl.records import Completion
+from qerl.rl.run import build, resumed_config
+from qerl.rl.trainer import Trainer
+from tests.test_cli import last_json, qerl_command
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny_job(folder: Path, *overrides: str) -> Config:
+    """The default job, much smaller."""
+    small = ("max_steps=2", "prompts_per_step=4", "num_generations=4", "eval_size=8", "eval_steps=100")
+    return load_config(default_recipe(), [*small, f"output_dir={folder}", *overrides])
+
+
+def log_probs(trainer: Trainer, done: list[Completion], prompts: dict[int, tuple[int, ...]], noise: bool):
+    packed = pack([[*prompts[c.request], *c.token_ids] for c in done])
+    places, targets = next_tokens(packed)
+    with torch.no_grad():
+        logp, _ = trainer.model.logprobs(trainer.model(packed, noise=noise)[places], targets, 1.0)
+    parts = logp.split([length - 1 for length in packed.lengths])
+    return [part[len(prompts[c.request]) - 1 :] for part, c in zip(parts, done, strict=True)]
+
+
+def test_noise_is_in_the_rollout_and_nowhere_else(tmp_path: Path) -> None:
+    values = ("noise.schedule=constant", "noise.sigma_start=0.1", "noise.num_stages=2", "max_steps=4")
+    noisy = build(tiny_job(tmp_path / "a", *values))
+    never = build(tiny_job(tmp_path / "b", "noise.schedule=off", "max_steps=4"))
+    clean_evaluation = never.evaluate()
+    # Stage 0 is clean: bit for bit what a run without noise samples.
+    assert noisy.draw_noise(1) == (0.0, 0)
+    position = noisy.source.position
+    first = noisy.roll_out(1)
+    assert [(c.token_ids, c.logprobs) for c in first.completions] == [
+        (c.token_ids, c.logprobs) for c in never.roll_out(1).completions
+    ]
+    # Stage 1 is noisy: the sampler's log-probs are the noisy policy's, and not the clean one's.
+    noisy.source.position = position
+    assert noisy.draw_noise(3) == (0.1, 1)
+    second = noisy.roll_out(3)
+    assert [c.token_ids for c in second.completions] != [c.token_ids for c in first.completions]
+    prompts = {group.prompt.id: group.prompt.prompt_ids for group in second.drawn}
+    with_noise = log_probs(noisy, second.completions, prompts, noise=True)
+    without = log_probs(noisy, second.completions, prompts, noise=False)
+    for completion, there in zip(second.completions, with_noise, strict=True):
+        assert completion.noise_id == noisy.model.noise_version
+        assert torch.allclose(torch.tensor(completion.policy_logprobs), there, atol=1e-4)
+    assert max(float((a - b).abs().max()) for a, b in zip(with_noise, without, strict=True)) > 0.01
+    # Evaluation is clean while noise is drawn, and so is the loss: its log-probs are the clean ones.
+    assert noisy.evaluate() == clean_evaluation
+    from qerl.rl.batch import micro_batches
+    from qerl.rl.rollout import train_samples
+
+    work = train_samples(noisy.config, second.drawn)
+    (micro,) = micro_batches(work, [1.0] * len(work), 10**6, noisy.model.device)
+    logp, _ = noisy.updater.logprobs(micro)
+    assert torch.allclose(logp.detach(), torch.cat(without), atol=1e-4)
+    # Off again, it is as if it had never been on.
+    noisy.source.position = position
+    noisy.draw_noise(1)
+    assert [(c.token_ids, c.logprobs) for c in noisy.roll_out(1).completions] == [
+        (c.token_ids, c.logprobs) for c in first.completions
+    ]
+
+
+@pytest.mark.parametrize("override", ["base=bf16", "base=nf4", "base=mxfp4", "base=full", "noise.schedule=off"])
+def test_the_default_job_runs_with_one_override(tmp_path: Path, override: str) -> None:
+    result = qerl.train(tiny_job(tmp_path / "run", override))
+    assert result.steps == 2
+    kept = {path.name for path in result.checkpoint.iterdir()}
+    assert kept == {"optimizer.pt", "state.json", "weights.safetensors" if override == "base=full" else "adapter"}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "loss_type=cispo",
+        "beta=0.05",
+        "importance_sampling_level=sequence",
+        "noise.schedule=entropy",
+        "noise.in_loss=true",
+        "noise.profile=linear",
+        "ratio=behaviour",
+        "train_norms=true",
+        "scale_rewards=batch",
+    ],
+)
+def test_variants_run_and_measure(tmp_path: Path, override: str) -> None:
+    qerl.train(tiny_job(tmp_path / "run", override, "steps_per_generation=2", "num_iterations=2", "noise.num_stages=2"))
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert len(lines) == 2
+    names = {
+        *("reward", "reward_std", "rewards/accuracy/mean", "rewards/accuracy/std", "frac_reward_zero_std", "entropy"),
+        *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
+        *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "num_tokens", "step_time", "loss"),
+        *("grad_norm", "learning_rate", "sampling/sampling_logp_difference/mean", "sampling/ess", "noise/sigma"),
+        *("sampling/importance_sampling_ratio/mean", "noise/stage", "rollout/tokens_per_s", "memory/peak_gb"),
+        *("dynamic_sampling/kept", "dynamic_sampling/resampled", "timing_s/rollout", "timing_s/train", "accuracy"),
+    }
+    for line in lines:
+        assert names <= line.keys()
+        assert all(line[name] is not None for name in names)
+        assert math.isfinite(line["loss"])
+        assert ("kl" in line) == (override == "beta=0.05")
+
+
+def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
+    done = qerl_command(
+        *("train", f"output_dir={tmp_path / 'run'}", "max_steps=3", "prompts_per_step=4", "num_generations=4"),
+        *("eval_size=20", "save_steps=1", "save_total_limit=2", "noise.num_stages=3"),
+    )
+    result = last_json(done)
+    assert {"accuracy_before", "accuracy_after", "seconds"} <= result.keys()
+    assert 0.1 < result["accuracy_before"] < 0.7
+    run = tmp_path / "run"
+    assert {path.name for path in run.iterdir()} == {
+        "metrics.jsonl",
+        "config.yaml",
+        "completions",
+        "checkpoints",
+        "plots",
+    }
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    assert {path.stem for path in (run / "plots").iterdir()} == {"reward", "accuracy", "entropy", "sigma", "length"}
+    table = pyarrow.parquet.read_table(run / "completions")
+    assert {"step", "prompt", "completion", "accuracy", "advantage"} <= set(table.column_names)
+    assert set(table["step"].to_pylist()) == {1, 2, 3}
+    assert load_config(run / "config.yaml").max_steps == 3
+    text = " ".join(done.stderr.split())
+    assert "4 prompts x 4 = 16 completions of up to 72 tokens, then makes 1 update of 16 completions" in text
+    assert "step 3/3" in text
+    assert "Before and after" in done.stdout
+    peft_config = json.loads((run / "checkpoints" / "step-000003" / "adapter" / "adapter_config.json").read_text())
+    assert peft_config["peft_type"] == "LORA"
+    again = qerl_command("train", f"output_dir={run}", "max_steps=3")
+    assert again.returncode == 2
+    assert "holds a run already" in again.stderr
+
+
+def timeless(path: Path) -> list[dict]:
+    odd = ("time", "timing", "tokens_per_s", "memory")
+    return [{k: v for k, v in line.items() if not any(word in k for word in odd)} for line in read_metrics(path)]
+
+
+def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    options = ("max_steps=4", "eval_steps=2", "save_steps=100", "noise.schedule=entropy", "steps_per_generation=2")
+    asked = [3]  # at this step, once
+
+    def accuracy(completions, answer, trainer_state, **kwargs):
+        from qerl.tasks.arithmetic import accuracy as grade
+
+        if trainer_state.global_step in asked:
+            asked.clear()
+            raise KeyboardInterrupt
+        return [grade(c, a) for c, a in zip(completions, answer, strict=True)]
+
+    with pytest.raises(Interrupted, match=r"Stopped after step 2 of 4; saved in .*step-000002.*--resume"):
+        qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy)
+    qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy, resume=True)
+    qerl.train(tiny_job(tmp_path / "b", *options), reward_funcs=accuracy)
+    assert timeless(tmp_path / "a" / "metrics.jsonl") == timeless(tmp_path / "b" / "metrics.jsonl")
+
+
+def test_resume_takes_the_runs_own_settings(tmp_path: Path) -> None:
+    qerl.train(tiny_job(tmp_path / "a", "max_steps=1", "eval_size=0"))
+    config = resumed_config(tmp_path / "a", ["max_steps=2"])
+    assert (config.max_steps, config.prompts_per_step) == (2, 4)
+    assert qerl.train(config, resume=True).steps == 2
+    with pytest.raises(ConfigError, match="learning_rate would make it another run"):
+        resumed_config(tmp_path / "a", ["learning_rate=1"])
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        resumed_config(tmp_path / "none", [])
+
+
+def test_updates_that_are_not_finite_are_skipped_and_then_stop_the_run(tmp_path: Path, capsys) -> None:
+    trainer = build(tiny_job(tmp_path / "run", "max_steps=5", "max_skipped_updates=2", "eval_size=0"))
+    real = trainer.updater._loss
+    trainer.updater._loss = lambda micro, tally: real(micro, tally) * math.nan
+    with pytest.raises(ValueError, match=r"2 updates in a row.*lower learning_rate"):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").exists()
+    assert "the update was skipped" in capsys.readouterr().err
+
+
+def test_bad_settings_are_refused_before_any_work(tmp_path: Path) -> None:
+    for override, message in (
+        ("temperature=0", "temperature"),
+        ("prompts_per_step=5 steps_per_generation=2", "multiple of steps_per_generation"),
+        ("max_completion_length=4000", "Lower max_completion_length to 240"),
+        ("task=nothing", "There is no task 'nothing'"),
+        ("arithmetic.levels=[9]", "choose one or more of"),
+        ("reward_funcs=[nothing]", "no reward 'nothing'"),
+        ("dynamic_sampling.metric=nothing", "no reward function 'nothing'"),
+        ("noise.profile=[1,1]", "needs 4 factors"),
+        ("lora_target_modules=[nothing]", "matches nothing"),
+        ("per_device_train_batch_size=8", "prompts_per_step"),
+        ("max_steps=0", "nothing to train"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+            build(tiny_job(tmp_path / "run", *override.split()))
+        assert not (tmp_path / "run").exists()
+
+
+def test_trls_own_reward_functions_and_a_dataset_run_unmodified(
+    tmp_path: Path, make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path], None]
+) -> None:
+    from datasets import Dataset
+    from trl.rewards import get_soft_overlong_punishment, think_format_reward
+
+    folder = make_checkpoint("llama", torch.float32)
+    add_tokenizer(folder)
+    dataset = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"count to {i}"}], "level": i} for i in range(8)]
+    )
+
+    def level_reward(completions, level, log_metric, **kwargs):
+        log_metric("mean_level", sum(level) / len(level))
+        return [None if n % 2 else float(len(c[0]["content"])) for c, n in zip(completions, level, strict=True)]
+
+    result = qerl.train(
+        {
+            "model": str(folder),
+            "base": "bf16",
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 2,
+            "prompts_per_step": 4,
+            "num_generations": 4,
+            "max_prompt_length": 60,
+            "max_completion_length": 20,
+            "learning_rate": 1e-3,
+            "dynamic_sampling": {"enabled": False},
+            "mask_truncated_completions": False,
+        },
+        reward_funcs=[think_format_reward, get_soft_overlong_punishment(20, 5), level_reward],
+        train_dataset=dataset,
+    )
+    line = read_metrics(result.output_dir / "metrics.jsonl")[-1]
+    assert {"rewards/think_format_reward/mean", "rewards/soft_overlong_punishment_reward/mean"} <= line.keys()
+    assert line["mean_level"] >= 0
+    assert line["rewards/level_reward/mean"] > 0
+    assert line["loss"] != 0
+
+
+def test_reward_rises(tmp_path: Path) -> None:
+    torch.set_num_threads(2)
+    result = qerl.train(
+        load_config(
+            default_recipe(), ["max_steps=25", "eval_size=200", "eval_steps=25", f"output_dir={tmp_path / 'run'}"]
+        )
+    )
+    assert result.after["eval_accuracy"] >= result.before["eval_accuracy"] + 0.2
+
+
+def test_the_recipe_of_the_default_job_holds_only_what_differs() -> None:
+    values = yaml.safe_load(default_recipe().read_text())
+    defaults = Config()
+    assert {k for k, v in values.items() if getattr(defaults, k) == v} <= {
+        "model",
+        "base",
+        "task",
+        "num_generations",
+        "prompts_per_step",
+    }
+
+
+@pytest.mark.slow
+def test_memory_does_not_climb(tmp_path: Path) -> None:
+    """Resident memory over the last 200 of 300 steps."""
+    import psutil
+
+    trainer = build(tiny_job(tmp_path / "run", "max_steps=300", "eval_size=0", "save_steps=50"))
+    sizes: list[float] = []
+    finish = trainer.finish
+
+    def measured(*args):
+        finish(*args)
+        sizes.append(psutil.Process().memory_info().rss / 1e6)
+
+    trainer.finish = measured
+    trainer.train()
+    x = torch.arange(200, dtype=torch.float64) - 99.5
+    slope = float((x * torch.tensor(sizes[100:], dtype=torch.float64)).sum() / x.square().sum())  # MB a step
+    assert slope < 0.05

@@ -1,0 +1,126 @@
+"""TRL's reward contract."""
+
+import asyncio
+
+import pytest
+
+from qerl.tasks.rewards import Rewards, TrainerState, import_reward
+
+ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+STATE = TrainerState(global_step=3, max_steps=10)
+
+
+def score(*functions, rows=ROWS, texts=("1", "3")):
+    return Rewards(functions).score(rows, texts, [(1,), (3, 4)], STATE)
+
+
+def test_a_function_gets_columns_and_the_names_it_wants() -> None:
+    seen = {}
+
+    def everything(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, **kwargs):
+        seen.update(kwargs, prompts=prompts, completions=completions, ids=completion_ids, state=trainer_state)
+        log_extra("parsed", ["x", "y"])
+        log_metric("mean_length", 1.5)
+        return [0.0, 1.0]
+
+    def little(completions, answer):
+        return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+    def none_applies(completions, **kwargs):
+        return [None, 2]
+
+    scores = score(everything, little, none_applies)
+    assert seen == {
+        "answer": ["1", "2"],
+        "prompts": ["a", "b"],
+        "completions": ["1", "3"],
+        "ids": [[1], [3, 4]],
+        "state": STATE,
+    }
+    assert scores.values[:2] == [[0.0, 1.0], [1.0, 0.0]]
+    assert scores.values[2][0] != scores.values[2][0]  # NaN
+    assert scores.values[2][1] == 2.0
+    assert scores.extra == {"parsed": ["x", "y"]}
+    assert scores.metrics == {"mean_length": [1.5]}
+
+
+def test_conversational_prompts_give_completions_as_messages() -> None:
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
+
+    def length(completions, **kwargs):
+        return [len(completion[0]["content"]) for completion in completions]
+
+    assert Rewards([length]).score(rows, ["hello"], [(1,)], STATE).values == [[5.0]]
+
+
+def test_async_functions_are_awaited_together() -> None:
+    running, most = [0], [0]
+
+    def make(name: str):
+        async def reward(completions, **kwargs):
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            await asyncio.sleep(0.01)
+            running[0] -= 1
+            return [1.0] * len(completions)
+
+        reward.__name__ = name
+        return reward
+
+    def plain(completions, **kwargs):
+        return [2.0] * len(completions)
+
+    assert score(make("one"), plain, make("two")).values == [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0]]
+    assert most[0] == 2
+
+
+def test_what_breaks_the_contract_is_refused_by_name() -> None:
+    def short(completions, **kwargs):
+        return [1.0]
+
+    def words(completions, **kwargs):
+        return None
+
+    def infinite(completions, **kwargs):
+        return [float("inf"), 0.0]
+
+    def greedy(completions, solution):
+        return [0.0, 0.0]
+
+    for function, message in (
+        (short, "short returned 1 rewards for 2"),
+        (words, "words must return a list"),
+        (infinite, "infinite returned an infinite"),
+        (greedy, "greedy asks for solution; there are answer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            score(function)
+    with pytest.raises(ValueError, match="no reward function"):
+        Rewards([])
+    with pytest.raises(ValueError, match="same name"):
+        Rewards([short, short])
+    with pytest.raises(ValueError, match="2 reward_weights for 1"):
+        Rewards([short], [1.0, 2.0])
+
+
+def test_the_accuracy_reward_is_found_by_name() -> None:
+    def format_reward(completions, **kwargs): ...
+    def accuracy_reward(completions, **kwargs): ...
+
+    rewards = Rewards([format_reward, accuracy_reward])
+    assert rewards.accuracy_index() == 1
+    assert rewards.accuracy_index("format_reward") == 0
+    assert Rewards([format_reward]).accuracy_index() is None
+    with pytest.raises(ValueError, match="no reward function 'acc'"):
+        rewards.accuracy_index("acc")
+
+
+def test_functions_by_import_path() -> None:
+    assert import_reward("tests.tasks.test_rewards.score") is score
+    for path, message in (
+        ("nowhere", "dotted path"),
+        ("tests.nothing.f", "can't be imported"),
+        ("qerl.config.Format", ""),
+    ):
+        with pytest.raises(ValueError, match=message):
+            import_reward(path)
