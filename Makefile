@@ -5,11 +5,10 @@ BIN := $(VENV)/bin
 
 .PHONY: demo test gpu-test clean
 
-# Quantize a small model to NVFP4 and print what it cost.
+# Train the tiny model by RL, on the CPU, and print before and after.
 demo: $(VENV)/.installed
 	rm -rf demo
-	$(BIN)/qerl random tiny demo/model
-	$(BIN)/qerl quantize demo/model demo/model-nvfp4
+	$(BIN)/qerl train output_dir=demo
 
 # Lint, types, tests: all on the CPU.
 test: $(VENV)/.installed-dev

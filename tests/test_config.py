@@ -43,6 +43,11 @@ def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
         ("quantize.format.x=3", "quantize.format"),
         ("nonsense", "write key=value"),
         ("quantize.ignore=[", "is not YAML"),
+        ("learning_rat=1", "Did you mean learning_rate?"),
+        ("per_device_train_batch_size=4", "prompts_per_step x num_generations completions are a rollout"),
+        ("use_vllm=true", "qerl samples with its own engine"),
+        ("temperature=0", "greater than 0"),
+        ("noise.num_stages=1", "greater than or equal to 2"),
     ],
 )
 def test_errors_name_the_key_and_the_remedy(override: str, hint: str) -> None:
@@ -58,6 +63,10 @@ def test_combinations_that_make_no_sense_are_refused() -> None:
         load_config(None, ["quantize.calibration.file=x.txt"])
     with pytest.raises(ConfigError, match="knows nvfp4 and mxfp4, not nf4"):
         load_config(None, ["quantize.method=awq", "quantize.format=nf4", "quantize.calibration.file=x.txt"])
+
+
+def test_off_is_a_word_also_where_yaml_reads_it_as_false() -> None:
+    assert load_config(None, ["noise.schedule=off", "correction.form=off"]).noise.schedule == "off"
 
 
 def test_a_broken_recipe_is_named(tmp_path: Path) -> None:
@@ -84,4 +93,5 @@ def test_every_setting_is_read_somewhere() -> None:
     code = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name != "config.py")
     for entry in settings(Config()):
         name = entry.key.rpartition(".")[2]
-        assert re.search(rf"\b(settings|config|calibration|asked)\.{name}\b", code), f"nothing reads {entry.key}"
+        sections = "settings|config|calibration|asked|noise|dynamic|dynamic_sampling|correction|arithmetic"
+        assert re.search(rf"\b({sections})\.{name}\b", code), f"nothing reads {entry.key}"
