@@ -13,8 +13,8 @@ from qerl.config import load_config
 
 PLAN = (
     "base=nvfp4 prompts_per_step=32 num_generations=8 max_prompt_length=64 max_completion_length=48 learning_rate=2e-4 "
-    "lr_scheduler_type=constant warmup_steps=5 max_grad_norm=1.0 weight_decay=0 lora_r=32 lora_alpha=64 epsilon_high=0.28 "
-    "eval_steps=25 eval_size=400 save_steps=100 max_steps=300"
+    "lr_scheduler_type=constant warmup_steps=5 max_grad_norm=1.0 weight_decay=0 lora_r=32 lora_alpha=64 "
+    "epsilon_high=0.28 eval_steps=25 eval_size=400 save_steps=100 max_steps=300"
 )
 
 

@@ -373,10 +373,13 @@ def _explain(detail: Any) -> str:
 
 
 def _nearest(key: str) -> str:
-    """Did you mean ...? by the whole dotted key, else by its last word."""
+    """Did you mean ...? by the whole dotted key or by its last word, whichever is nearer."""
+
+    def likeness(known: str) -> float:
+        pairs = ((key, known), (key.rpartition(".")[2], known.rpartition(".")[2]))
+        whole, last = (difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        return max(whole, last) + 0.01 * whole
+
     keys = [entry.key for entry in settings(Config())]
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if not close:
-        last = {entry.rpartition(".")[2]: entry for entry in keys}
-        close = [last[word] for word in difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.5)]
-    return f" Did you mean {close[0]}?" if close else f" Settings: {', '.join(keys)}."
+    best = max(keys, key=likeness)
+    return f" Did you mean {best}?" if likeness(best) > 0.6 else " `qerl config` lists all settings."

@@ -1,4 +1,4 @@
-"""training.png from runs: `python docs/images/training.py SMOLLM2_METRICS.jsonl[.gz] RUN RUN ...` (runs of the default job)."""
+"""training.png: `python docs/images/training.py SMOLLM2_METRICS.jsonl[.gz] RUN ...` (runs of the default job)."""
 
 import gzip
 import json
