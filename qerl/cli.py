@@ -1,26 +1,24 @@
-"""The `qerl` command: a few lines of wiring for each subcommand.
+"""The `qerl` command: a few lines of wiring for each subcommand."""
 
-Tables go to stdout, and the last line there is the result as one line of JSON; progress and messages go to stderr.
-"""
-
+import errno
 import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from qerl import __version__
+from qerl.bench.cli import bench
 from qerl.config import default_recipe, load_config, settings
+from qerl.console import byte_progress, finish, log, say, screen
 from qerl.errors import Interrupted
 
 app = typer.Typer(
@@ -29,17 +27,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning for large language models on 4-bit weights.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Measure: a table, then one line of JSON.")
 app.add_typer(bench, name="bench")
-
-screen = Console()
-log = Console(stderr=True)
 
 Recipe = Annotated[Path | None, typer.Option("--recipe", "-r", help="YAML file with settings.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as key=value, by their dotted keys.", show_default=False)
 ]
-Csv = Annotated[Path | None, typer.Option(help="Append the rows to this CSV file, with GPU and commit.")]
 
 
 def main() -> None:
@@ -53,43 +46,15 @@ def main() -> None:
     except ValueError as error:
         _complain(error)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT):
+            raise
+        _complain(ValueError(f"{error.strerror}: {error.filename or 'the disk'}. What was complete is kept."))
+        sys.exit(1)
 
 
 def _complain(error: Exception) -> None:
     log.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-
-
-def finish(result: dict[str, Any]) -> None:
-    """The last line of every command."""
-    print(json.dumps(result, default=str), flush=True)
-
-
-def say(message: str) -> None:
-    log.print(escape(message), highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def byte_progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """A bar with GB/s and time left; yields (set the total, add bytes)."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=log)
-    task = bar.add_task(what, total=None, start=False)
-
-    def begin(total: int) -> None:  # a refusal before this shows no bar
-        bar.start()
-        bar.start_task(task)
-        bar.update(task, total=total)
-
-    try:
-        yield begin, lambda n: bar.advance(task, n)
-    finally:
-        bar.stop()
 
 
 @app.callback(invoke_without_command=True)
@@ -171,7 +136,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")] = False,
 ) -> None:
     """Train a model by reinforcement learning. `qerl config` lists all settings."""
-    from qerl.rl.run import resumed_config
+    from qerl.rl.folder import resumed_config
     from qerl.rl.run import train as run
 
     recipes = [word for word in words or [] if "=" not in word]
@@ -360,74 +325,3 @@ def random(
         on_plan(sum(spec.nbytes for spec in tensors.values()))
         write_random_checkpoint(shape_named(shape), out, seed, on_bytes)
     finish({"out": out, "parameters": sum(spec.numel for spec in tensors.values())})
-
-
-@bench.command("quantize")
-def bench_quantize(
-    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-0.5b",
-    folder: Annotated[
-        Path | None, typer.Option(help="Where to put the models.", show_default="the temporary folder")
-    ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the best counts.", min=1)] = 2,
-    csv: Csv = None,
-) -> None:
-    """qerl's rtn against llm-compressor's data-free NVFP4A16: seconds and peak memory."""
-    from qerl.bench.quantize import compare
-    from qerl.bench.results import append_rows
-
-    rows = compare(shape, folder, repeats, say)
-    if csv:
-        append_rows(csv, rows)
-    columns = ("contender", "cores", "seconds", "gb_per_s", "peak_gb", "output_gb")
-    table = Table(*columns, title=f"{shape} to NVFP4 on the CPU, folder to folder")
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
-    screen.print(table)
-    ours, theirs = rows
-    finish(
-        {
-            "shape": shape,
-            "rows": rows,
-            "speedup": round(theirs["seconds"] / ours["seconds"], 2),
-            "memory_ratio": round(ours["peak_gb"] / theirs["peak_gb"], 3),
-        }
-    )
-
-
-@bench.command("rollout")
-def bench_rollout(
-    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "tiny",
-    prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 32,
-    samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 8,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    csv: Csv = None,
-) -> None:
-    """Our engine against transformers.generate: tokens a second on samples of mixed lengths."""
-    from qerl.bench.results import append_rows
-    from qerl.bench.rollout import compare
-
-    rows = compare(shape, prompts, samples, max_tokens, device, say)
-    if csv:
-        append_rows(csv, rows)
-    columns = ("contender", "tokens", "seconds", "tokens_per_s")
-    table = Table(
-        *columns, title=f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {device}"
-    )
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
-    screen.print(table)
-    finish({"rows": rows, "speedup": round(rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"], 2)})
-
-
-@bench.command("formats")
-def bench_formats() -> None:
-    """Mean squared error of each format, rtn against mse, on three kinds of weights."""
-    from qerl.bench.formats import measure
-
-    rows = measure()
-    table = Table("weights", "format", "bits", "rtn", "mse", "less", title="Mean squared error / variance")
-    for row in rows:
-        table.add_row(row.weights, row.format, f"{row.bits}", f"{row.rtn:.5f}", f"{row.mse:.5f}", f"{row.gain:.1%}")
-    screen.print(table)
-    finish({f"{row.weights}/{row.format}": {"rtn": row.rtn, "mse": row.mse} for row in rows})

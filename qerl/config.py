@@ -13,39 +13,13 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from qerl.trl_names import trl_hint
+
 Format = Literal["nvfp4", "mxfp4", "nf4"]
 Method = Literal["rtn", "mse", "awq", "gptq"]
 Base = Literal["bf16", "nvfp4", "mxfp4", "nf4", "full"]
 Schedule = Literal["exponential", "linear", "cosine", "logarithmic", "constant", "entropy", "off"]
 LossType = Literal["grpo", "dapo", "dr_grpo", "bnpo", "cispo"]
-
-# Settings of TRL's GRPOConfig that mean something else here or nothing, and what to write instead.
-TRL_NAMES = {
-    "per_device_train_batch_size": "prompts_per_step x num_generations completions are a rollout; micro_batch_tokens "
-    "decides how much goes through the model at a time",
-    "gradient_accumulation_steps": "steps_per_generation says how many updates a rollout is cut into; micro-batches "
-    "follow from micro_batch_tokens",
-    "generation_batch_size": "write prompts_per_step (prompts, not completions)",
-    "gradient_checkpointing": "write recompute",
-    "bf16": "write dtype=bfloat16",
-    "fp16": "write dtype=bfloat16 or float32",
-    "warmup_ratio": "write warmup_steps (below 1 it is a share)",
-    "use_vllm": "qerl samples with its own engine; drop it",
-    "delta": "two-sided clipping is not offered; drop it",
-    "vllm_importance_sampling_correction": "write correction.form (token, masked, sequence, geometric or off)",
-    "vllm_importance_sampling_cap": "write correction.cap",
-    "vllm_importance_sampling_mode": "write correction.form (token, masked, sequence, geometric or off)",
-    "per_device_eval_batch_size": "write eval_size (prompts)",
-    "eval_strategy": "write eval_steps",
-    "save_strategy": "write save_steps",
-    "report_to": "metrics.jsonl always has everything; drop it",
-    "use_peft": "LoRA is on unless base=full; drop it",
-    "model_name_or_path": "write model",
-    "load_in_4bit": "write base=nvfp4, mxfp4 or nf4",
-    "target_modules": "write lora_target_modules",
-    "r": "write lora_r",
-    "torch_dtype": "write dtype",
-}
 
 
 class ConfigError(ValueError):
@@ -135,7 +109,7 @@ class NoiseConfig(Section):
     target_entropy: float | tuple[float, float] | None = setting(
         None, "entropy: what to hold; two numbers: a line over the run; none: the first step's entropy.", "nats"
     )
-    gain: float = setting(0.5, "entropy: how fast sigma follows (eta).", "factor", gt=0)
+    gain: float = setting(0.5, "entropy: how fast sigma follows (eta).", "factor", gt=0, le=10)
     sigma_min: float = setting(1e-5, "entropy: least sigma.", "std", gt=0)
     sigma_max: float = setting(1e-1, "entropy: largest sigma.", "std", gt=0)
 
@@ -143,6 +117,9 @@ class NoiseConfig(Section):
     def _consistent(self) -> "NoiseConfig":
         if self.schedule == "entropy" and not self.sigma_min <= self.sigma_start <= self.sigma_max:
             raise ValueError("sigma_start must lie between sigma_min and sigma_max.")
+        asked = self.target_entropy
+        if asked is not None and min(asked if isinstance(asked, tuple) else (asked,)) <= 0:
+            raise ValueError("target_entropy must be above 0.")
         return self
 
 
@@ -260,6 +237,11 @@ class Config(Section):
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     quantize: QuantizeConfig = QuantizeConfig()
 
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _as_trl_writes_it(cls, value: Any) -> Any:
+        return {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         if self.prompts_per_step % self.steps_per_generation:
@@ -362,8 +344,8 @@ def _explain(detail: Any) -> str:
         while isinstance(inner, dict) and inner:  # an unknown section: speak of the first setting in it
             name, inner = next(iter(inner.items()))
             key = f"{key}.{name}"
-        if key in TRL_NAMES:
-            return f"{key} is TRL's and not the same here: {TRL_NAMES[key]}."
+        if hint := trl_hint(key):
+            return hint
         return f"There is no setting {key}.{_nearest(key)}"
     if detail["type"] == "value_error":
         return f"{key or 'config'}: {detail['ctx']['error']}"

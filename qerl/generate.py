@@ -63,6 +63,8 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     brings its own (no second BOS)."""
     if isinstance(prompt, str):
         return tuple(tokenizer(prompt)["input_ids"])
+    if not isinstance(prompt, list):
+        raise ValueError(f"A prompt is a string or a list of messages, not {prompt!r:.80}.")
     if not tokenizer.chat_template:
         raise ValueError("The model has no chat template: give prompts as strings.")
     try:

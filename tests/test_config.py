@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from qerl.config import Config, ConfigError, load_config, settings
+from qerl.trl_names import trl_hint
 
 
 def test_recipe_then_overrides(tmp_path: Path) -> None:
@@ -95,3 +96,15 @@ def test_every_setting_is_read_somewhere() -> None:
         name = entry.key.rpartition(".")[2]
         sections = "settings|config|calibration|asked|noise|dynamic|dynamic_sampling|correction|arithmetic"
         assert re.search(rf"\b({sections})\.{name}\b", code), f"nothing reads {entry.key}"
+
+
+def test_every_setting_of_trl_is_taken_or_refused_by_name() -> None:
+    import dataclasses
+
+    from trl import GRPOConfig
+
+    taken = set(Config.model_fields)
+    for field in dataclasses.fields(GRPOConfig):
+        assert field.name in taken or trl_hint(field.name), field.name
+    assert not trl_hint("learning_rate")
+    assert load_config(None, ["scale_rewards=false"]).scale_rewards == "none"

@@ -3,21 +3,25 @@
 checkpoints/step-000050/   adapter/ (a PEFT folder; full training: weights.safetensors), optimizer.pt, state.json
 """
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from qerl.model.adapter import load_adapter, save_adapter, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.trained import refresh
 
-ADAPTER, WEIGHTS, OPTIMIZER, STATE = "adapter", "weights.safetensors", "optimizer.pt", "state.json"
+ADAPTER, WEIGHTS, OPTIMIZER = "adapter", "weights.safetensors", "optimizer.safetensors"
+STATE, CHECKSUMS = "state.json", "checksums.json"
 
 
 @dataclass
@@ -25,7 +29,6 @@ class RunState:
     """Where a run is, at a rollout boundary. Random numbers are functions of the seed and these counts."""
 
     step: int = 0  # steps done
-    updates: int = 0  # optimizer steps tried
     position: int = 0  # prompts drawn
     too_long: int = 0  # of them passed over
     num_tokens: int = 0  # trained on and sampled so far
@@ -34,31 +37,48 @@ class RunState:
     sigma: float = 0.0  # the closed loop's noise
     target: float | None = None  # and its target entropy
     seconds: float = 0.0  # of training so far
+    evaluated: int = -1  # the last step that was
     before: dict[str, float] = field(default_factory=dict)  # evaluation before step 1
+    after: dict[str, float] = field(default_factory=dict)  # and the last one
     watched: dict[str, float] = field(default_factory=dict)  # what the collapse watch remembers
+    rows: int = 0  # of the training data, and
+    rewards: list[str] = field(default_factory=list)  # the functions' names: a resumed run must have the same
 
 
 def save(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer, state: RunState, keep: int) -> Path:
-    """Write checkpoints/step-N; returns it. One that is there already is left."""
+    """Write checkpoints/step-N; returns it. One that is there already is left. On any failure the others are
+    untouched."""
     target = folder / f"step-{state.step:06d}"
     if target.exists():
         return target
     partial = folder / f".{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    try:
+        _write(partial, model, optimizer, state)
+        os.rename(partial, target)
+    except OSError:  # a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _flush_folder(folder)
+    for old in checkpoints(folder)[:-keep]:
+        doomed = old.with_name(f".{old.name}.old")
+        old.rename(doomed)  # never a half-deleted one by its name
+        shutil.rmtree(doomed)
+    return target
+
+
+def _write(partial: Path, model: Decoder, optimizer: torch.optim.Optimizer, state: RunState) -> None:
     if model.lora is not None:
         save_adapter(model, partial / ADAPTER)
     else:
         tensors = {name: p.detach().cpu().contiguous() for name, p in trained_parameters(model).items()}
         save_file(tensors, partial / WEIGHTS)
-    torch.save(optimizer.state_dict(), partial / OPTIMIZER)
-    (partial / STATE).write_text(json.dumps(asdict(state), indent=1))
+    tensors, plain = _split(optimizer.state_dict())
+    save_file(tensors, partial / OPTIMIZER)
+    (partial / STATE).write_text(json.dumps({"run": asdict(state), "optimizer": plain}, indent=1))
+    (partial / CHECKSUMS).write_text(json.dumps(_checksums(partial), indent=1))
     _flush(partial)
-    os.rename(partial, target)
-    _flush_folder(folder)
-    for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
-    return target
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -66,8 +86,31 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
 
 
+def damage(folder: Path) -> str:
+    """What is wrong with a checkpoint; empty if nothing is."""
+    try:
+        expected = json.loads((folder / CHECKSUMS).read_text())
+        found = _checksums(folder)
+    except (OSError, ValueError) as error:
+        return str(error)
+    odd = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
+    return f"{odd[0]} is missing, new or changed" if odd else ""
+
+
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest undamaged checkpoint. Damaged ones are said aloud and put aside."""
+    for path in reversed(checkpoints(folder)):
+        if not (problem := damage(path)):
+            return path
+        aside = path.with_name(f"damaged-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        say(f"The checkpoint {path} is damaged ({problem}); it was put aside as {aside.name}, the one before is taken.")
+    return None
+
+
 def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> RunState:
-    """Weights and optimizer in place; returns the state."""
+    """Weights and optimizer in place; returns the state. Only safetensors and JSON are read."""
     if model.lora is not None:
         load_adapter(model, folder / ADAPTER)
     else:
@@ -76,13 +119,48 @@ def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> R
             for name, parameter in trained_parameters(model).items():
                 parameter.copy_(stored[name])
         refresh(model)
-    optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location=model.device, weights_only=True))
-    return read_state(folder)
+    state = json.loads((folder / STATE).read_text())
+    optimizer.load_state_dict(_joined(load_file(folder / OPTIMIZER), state["optimizer"]))
+    return RunState(**state["run"])
 
 
-def read_state(folder: Path) -> RunState:
-    values: dict[str, Any] = json.loads((folder / STATE).read_text())
-    return RunState(**values)
+def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors by path, and the rest as JSON. (8-bit optimizers nest dictionaries.)"""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {"groups": state["param_groups"], "values": {}}
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{path}/{key}", inner)
+        elif isinstance(value, Tensor):
+            tensors[path] = value.detach().cpu().clone()  # some optimizers share tables
+        else:
+            plain["values"][path] = value
+
+    for parameter, values in state["state"].items():
+        walk(str(parameter), values)
+    return tensors, plain
+
+
+def _joined(tensors: dict[str, Tensor], plain: dict[str, Any]) -> dict[str, Any]:
+    state: dict[Any, Any] = {}
+    for path, value in {**tensors, **plain["values"]}.items():
+        first, *between, last = path.split("/")
+        inner = state.setdefault(int(first), {})
+        for key in between:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return {"state": state, "param_groups": plain["groups"]}
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != CHECKSUMS:
+            with open(path, "rb") as file:
+                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _flush(folder: Path) -> None:

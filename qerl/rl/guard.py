@@ -5,7 +5,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
@@ -21,10 +21,15 @@ ENTROPY_FLOOR, REWARD_FALL, LENGTH_FALL, CLIPPED = 0.1, 0.5, 0.25, 0.9
 
 
 class Interrupts:
-    """Inside, Ctrl-C (and SIGTERM) raise KeyboardInterrupt, but while weights change only once that is done."""
+    """Inside, Ctrl-C and SIGTERM raise KeyboardInterrupt; under `shield` only once the work there is done.
 
-    def __init__(self) -> None:
-        self._shielded, self._asked = False, False
+    A second one breaks that work off: `broken` is then True, and what it was changing must not be saved.
+    """
+
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+        self.say = say
+        self.broken = False
+        self._shielded, self._asked = "", False
 
     def __enter__(self) -> "Interrupts":
         self._before: dict[int, Any] = {}
@@ -40,17 +45,21 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._shielded and not self._asked:
             self._asked = True
+            self.say(f"Stopping once {self._shielded}; again to break it off.")
             return
         raise KeyboardInterrupt
 
     @contextmanager
-    def shield(self) -> Iterator[None]:
-        """What is inside is finished first; a second Ctrl-C breaks it off."""
-        self._shielded = True
+    def shield(self, until: str) -> Iterator[None]:
+        """What is inside is finished first. until: in words, such as "the update is done"."""
+        self._shielded = until
         try:
             yield
+        except BaseException:
+            self.broken = True
+            raise
         finally:
-            self._shielded = False
+            self._shielded = ""
         if self._asked:
             self._asked = False
             raise KeyboardInterrupt
@@ -65,13 +74,14 @@ class CollapseWatch:
     def check(self, step: int, metrics: dict[str, Any]) -> list[str]:
         entropy, reward = metrics["entropy"], metrics["reward"]
         length, clipped = metrics["completions/mean_length"], metrics["completions/clipped_ratio"]
-        if step <= BEGINNING:
-            for name, value in (("entropy", entropy), ("length", length)):
-                self.seen[name] = self.seen.get(name, 0.0) + value / BEGINNING
+        if not all(map(math.isfinite, (entropy, reward, length))):
+            return []
         smooth = 0.8 * self.seen.get("reward", reward) + 0.2 * reward
-        self.seen["reward"] = smooth
-        self.seen["best"] = max(self.seen.get("best", -math.inf), smooth)
-        if step <= BEGINNING:
+        self.seen["reward"], self.seen["best"] = smooth, max(self.seen.get("best", -math.inf), smooth)
+        count = self.seen["count"] = self.seen.get("count", 0) + 1
+        if count <= BEGINNING:  # means over the first steps that trained
+            for name, value in (("entropy", entropy), ("length", length)):
+                self.seen[name] = self.seen.get(name, 0.0) + (value - self.seen.get(name, 0.0)) / count
             return []
         best, entropy_then, length_then = self.seen["best"], self.seen["entropy"], self.seen["length"]
         signs = (
@@ -99,8 +109,9 @@ class CollapseWatch:
 
 
 def preflight(config: Config, updater: Updater) -> dict[str, float]:
-    """One micro-batch of the largest shape, forward and backward, nothing changed. Returns tokens, seconds and, on a
-    GPU, peak GB; what does not fit is refused with what would."""
+    """One micro-batch of the largest shape, forward and backward, nothing changed, with room kept for what the
+    optimizer will hold. Returns tokens, seconds and, on a GPU, peak GB; what does not fit is refused with what
+    would."""
     model = updater.model
     longest = config.max_prompt_length + config.max_completion_length
     if longest > model.arch.max_positions:
@@ -110,40 +121,51 @@ def preflight(config: Config, updater: Updater) -> dict[str, float]:
         )
     most = longest * config.prompts_per_step * config.num_generations // config.steps_per_generation
     tokens = max(longest, min(config.micro_batch_tokens, most))
-    on_gpu = model.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(model.device)
+    if model.device.type != "cuda":
+        started = time.monotonic()
+        _try(config, updater, tokens)
+        return {"tokens": float(tokens), "seconds": time.monotonic() - started}
+    held = torch.empty(optimizer_bytes(config, updater), dtype=torch.uint8, device=model.device)
+    torch.cuda.reset_peak_memory_stats(model.device)
     started = time.monotonic()
     try:
-        _try(config, updater, tokens // longest)
+        _try(config, updater, tokens)
     except torch.OutOfMemoryError as error:
         updater.optimizer.zero_grad(set_to_none=True)
-        raise ValueError(_what_fits(config, updater, tokens // longest, longest)) from error
-    result = {"tokens": float(tokens), "seconds": time.monotonic() - started}
-    if on_gpu:
-        result["peak_gb"] = torch.cuda.max_memory_allocated(model.device) / 1e9
-        torch.cuda.empty_cache()
-    return result
+        raise ValueError(_what_fits(config, updater, tokens, longest)) from error
+    seconds, peak = time.monotonic() - started, torch.cuda.max_memory_allocated(model.device) / 1e9
+    del held
+    torch.cuda.empty_cache()
+    return {"tokens": float(tokens), "seconds": seconds, "peak_gb": peak}
 
 
-def _try(config: Config, updater: Updater, sequences: int) -> None:
+def optimizer_bytes(config: Config, updater: Updater) -> int:
+    """What AdamW will hold: two moments a weight, in 4 bytes or in one."""
+    weights: int = sum(p.numel() for p in updater.parameters)
+    return weights * (8 if config.optim == "adamw" else 2)
+
+
+def _try(config: Config, updater: Updater, tokens: int) -> None:
+    """Sequences of the largest length, and a shorter one for the rest."""
     prompt, completion = config.max_prompt_length, config.max_completion_length
-    one = TrainSample((0,) * prompt, (0,) * completion, (0.0,) * completion, 1.0, True)
-    updater.trial([one] * sequences, Tally())
+    whole, rest = divmod(tokens, prompt + completion)
+    shapes = [(prompt, completion)] * whole + ([(1, rest - 1)] if rest > 1 else [])
+    samples = [TrainSample((0,) * p, (0,) * c, (0.0,) * c, 1.0, True) for p, c in shapes]
+    updater.trial(samples, Tally())
 
 
-def _what_fits(config: Config, updater: Updater, sequences: int, longest: int) -> str:
-    while sequences > 1:
-        sequences //= 2
+def _what_fits(config: Config, updater: Updater, tokens: int, longest: int) -> str:
+    while tokens > longest:
+        tokens = max(longest, tokens // 2)
         torch.cuda.empty_cache()
         try:
-            _try(config, updater, sequences)
+            _try(config, updater, tokens)
         except torch.OutOfMemoryError:
             updater.optimizer.zero_grad(set_to_none=True)
             continue
         return (
             f"A micro-batch of micro_batch_tokens={config.micro_batch_tokens} does not fit this GPU. Lower "
-            f"micro_batch_tokens to {sequences * longest}, which fits."
+            f"micro_batch_tokens to {tokens}, which fits."
         )
     return (
         f"Not even one sequence of {longest} tokens fits this GPU. Lower max_completion_length (now "

@@ -23,7 +23,7 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, wanted: int) -> dict[str
     std_P = group_std(total_PG)
     metrics: dict[str, Any] = {
         "reward": float(total_PG.nanmean()),
-        "reward_std": float(std_P.mean()),
+        "reward_std": float(group_std(total_PG.flatten())),
         "frac_reward_zero_std": float((std_P <= NO_VARIANCE).double().mean()),
         "completions/mean_length": sum(lengths) / len(lengths),
         "completions/min_length": min(lengths),
@@ -39,7 +39,7 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, wanted: int) -> dict[str
     index = rewards.accuracy_index()
     if index is not None:
         metrics["accuracy"] = metrics[f"rewards/{rewards.names[index]}/mean"]
-    return metrics | {name: sum(values) / len(values) for name, values in rollout.metrics.items()}
+    return {name: sum(values) / len(values) for name, values in rollout.metrics.items()} | metrics
 
 
 def update_metrics(tally: Tally, results: list[dict[str, float]], beta: float) -> dict[str, Any]:
@@ -94,8 +94,9 @@ def write_completions(path: Path, step: int, rollout: Rollout, rewards: Rewards,
                 columns[name].append(None if value != value else value)
             columns["advantage"].append(next(trained) if id(group) in kept else None)
     for name, values in rollout.extra.items():
-        if len(values) == len(columns["step"]) and name not in columns:
-            columns[name] = [value if value is None else str(value) for value in values]
+        if name not in columns:
+            padded = [*values, *[None] * (len(columns["step"]) - len(values))]
+            columns[name] = [value if value is None else str(value) for value in padded]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     pyarrow.parquet.write_table(pyarrow.table(columns), partial)

@@ -115,6 +115,8 @@ def score(
 
 def _varies(group: Group, index: int | None) -> bool:
     values_G = group.total_G if index is None else group.rewards_GF[:, index]
+    if values_G.isnan().all():  # the accuracy reward does not apply to this task
+        values_G = group.total_G
     return bool(group_std(values_G) > NO_VARIANCE)
 
 

@@ -1,18 +1,15 @@
 """A run from its configuration: everything checked and built before step 1, trained, and told about at the end."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from qerl.config import Config, ConfigError, build_config, load_config, settings
+from qerl.config import Config, build_config, load_config
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
-from qerl.generate import BLOCK_SIZE, load_tokenizer, stop_ids
-from qerl.metrics import Metrics, read_metrics
+from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
+from qerl.metrics import Metrics
 from qerl.model.adapter import add_lora, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
@@ -24,6 +21,7 @@ from qerl.rl import checkpoint
 from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
+from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import preflight
 from qerl.rl.schedule import layer_sigmas
 from qerl.rl.trainer import Trainer
@@ -31,13 +29,7 @@ from qerl.rl.update import Updater, make_optimizer
 from qerl.tasks.rewards import RewardFunction, Rewards, import_reward
 from qerl.tasks.task import task_named
 
-METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"
 MAX_RUNNING = 256  # sequences that the engine decodes at a time
-# What may change when a run is resumed; anything else would make it another run.
-MAY_CHANGE = {
-    *("output_dir", "device", "max_steps", "num_train_epochs", "logging_steps", "save_steps", "save_total_limit"),
-    *("eval_steps", "log_completions", "micro_batch_tokens", "recompute"),
-}
 
 
 @dataclass(frozen=True)
@@ -80,15 +72,17 @@ def train(
     """
     if not isinstance(config, Config):
         config = build_config(config) if isinstance(config, dict) else load_config(Path(config) if config else None)
-    trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
-    with trainer.metrics:
-        after = trainer.train()
-    output, state = Path(config.output_dir), trainer.state
-    plot_run(output / METRICS, output / "plots")
-    if after:
-        stdout().print(final_table(state.before, after))
+    output = Path(config.output_dir)
+    with claimed(output, resume):
+        trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
+        with trainer.metrics:
+            trainer.train()
+        plot_run(output / METRICS, output / "plots")
+    state = trainer.state
+    if state.after:
+        stdout().print(final_table(state.before, state.after))
     last = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
-    return Result(output, last, state.step, state.seconds, state.before, after)
+    return Result(output, last, state.step, state.seconds, state.before, state.after)
 
 
 def build(
@@ -100,7 +94,8 @@ def build(
 ) -> Trainer:
     """Everything checked, loaded and tried; what is left is the loop."""
     output = Path(config.output_dir)
-    state = _prepare(output, resume)
+    if resume:
+        require_same(config, output)
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
     total = _total_steps(config, len(rows))
     display = Display(total)
@@ -108,16 +103,25 @@ def build(
     model, tokenizer, ends = _load(config)
     layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
     source = PromptSource(rows, tokenizer, config.seed, config.max_prompt_length)
+    eval_rows = _short_enough(eval_rows, tokenizer, config, display)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
     updater = Updater(config, model, optimizer)
     trial = preflight(config, updater)
-    if resume:
-        state = checkpoint.restore(checkpoint.checkpoints(output / CHECKPOINTS)[-1], model, optimizer)
+    saved = checkpoint.newest_whole(output / CHECKPOINTS, display.warn) if resume else None
+    state = RunState(rows=len(rows), rewards=rewards.names)
+    if saved is not None:
+        state = checkpoint.restore(saved, model, optimizer)
+        if (state.rows, state.rewards) != (len(rows), rewards.names):
+            raise ValueError(
+                f"The run was begun on {state.rows} rows with the rewards {', '.join(state.rewards)}; these are "
+                f"{len(rows)} with {', '.join(rewards.names)}. Resume it as it was begun, with the same arguments."
+            )
+    cut_back(output, state.step if saved else -1)  # killed before the first checkpoint, a run starts over
     engine = _engine(config, model, tokenizer, state, len(eval_rows))
     trained = sum(p.numel() for p in trained_parameters(model).values())
     display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
     output.mkdir(parents=True, exist_ok=True)
-    _write_config(config, output / CONFIG)
+    write_config(config, output)
     return Trainer(
         config=config,
         model=model,
@@ -135,55 +139,6 @@ def build(
     )
 
 
-def resumed_config(output: Path, overrides: Sequence[str]) -> Config:
-    """The configuration of the run in a folder, with what may change changed."""
-    path = output / CONFIG
-    if not path.is_file():
-        raise ConfigError(
-            f"{output} holds no run to resume (no {CONFIG}). Drop --resume, or name the run's output_dir."
-        )
-    saved = load_config(path)
-    config = load_config(path, [*overrides, f"output_dir={output}"])
-    before = {entry.key: entry.value for entry in settings(saved)}
-    odd = [e.key for e in settings(config) if e.value != before[e.key] and e.key not in MAY_CHANGE]
-    if odd:
-        raise ConfigError(
-            f"A resumed run goes on with its own settings; {', '.join(odd)} would make it another run. Start a new one "
-            "in another output_dir."
-        )
-    return config
-
-
-def _prepare(output: Path, resume: bool) -> RunState:
-    """Refuse what would overwrite a run; cut a resumed run's files back to its last checkpoint."""
-    used = (output / METRICS).exists() or (output / CHECKPOINTS).exists()
-    if not resume:
-        if used:
-            raise ValueError(
-                f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER."
-            )
-        return RunState()
-    saved = checkpoint.checkpoints(output / CHECKPOINTS)
-    if not saved:
-        raise ValueError(f"{output} has no checkpoint to resume from. Start it anew in another output_dir.")
-    state = checkpoint.read_state(saved[-1])
-    if (output / METRICS).exists():
-        _cut_back(output, state.step)
-    return state
-
-
-def _cut_back(output: Path, step: int) -> None:
-    path = output / METRICS
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    kept = [line for line, values in zip(lines, read_metrics(path), strict=True) if values["step"] <= step]
-    partial = path.with_name(f".{METRICS}.partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
-    for file in (output / COMPLETIONS).glob("step-*.parquet"):
-        if int(file.stem.removeprefix("step-")) > step:
-            file.unlink()
-
-
 def _task(
     config: Config,
     reward_funcs: RewardFunction | Sequence[RewardFunction | str] | None,
@@ -191,20 +146,33 @@ def _task(
     eval_dataset: Sequence[dict[str, Any]] | None,
 ) -> tuple[Rewards, Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
     """Rewards, training rows and held-out rows: the arguments, else the task's."""
-    task = task_named(config)
     asked: Any = reward_funcs if reward_funcs is not None else config.reward_funcs
     functions = [asked] if callable(asked) or isinstance(asked, str) else asked
-    if functions is None:
-        if train_dataset is not None:
-            raise ValueError("Your own train_dataset needs reward_funcs.")
-        functions = task.rewards
-    own = {function.__name__: function for function in task.rewards}
-    found = [own.get(f) or import_reward(f) if isinstance(f, str) else f for f in functions]
+    if functions is None and train_dataset is not None:
+        raise ValueError("Your own train_dataset needs reward_funcs.")
+    task = task_named(config) if train_dataset is None else None
+    own = {function.__name__: function for function in task.rewards} if task else {}
+    found = [own.get(f) or import_reward(f) if isinstance(f, str) else f for f in functions or own.values()]
     rewards = Rewards(found, config.reward_weights)
     rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
-    rows = task.train if train_dataset is None else train_dataset
-    held_out = eval_dataset if eval_dataset is not None else [] if train_dataset is not None else task.test
+    rows: Any = task.train if task else train_dataset
+    held_out: Any = eval_dataset if eval_dataset is not None else task.test if task else []
+    for name, data in (("train_dataset", rows), ("eval_dataset", held_out)):
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+            raise ValueError(f"{name} must be a sequence of rows with a length (a list, a datasets.Dataset).")
+        if len(data) and "prompt" not in data[0]:
+            raise ValueError(f"A row of {name} needs a `prompt` column; this data has {', '.join(data[0])}.")
     return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]
+
+
+def _short_enough(
+    rows: Sequence[dict[str, Any]], tokenizer: Any, config: Config, display: Display
+) -> list[dict[str, Any]]:
+    """Held-out rows that training would take too."""
+    kept = [row for row in rows if 0 < len(encode(tokenizer, row["prompt"])) <= config.max_prompt_length]
+    if len(kept) < len(rows):
+        display.warn(f"{len(rows) - len(kept)} held-out prompts are longer than max_prompt_length; they are left out.")
+    return kept
 
 
 def _total_steps(config: Config, rows: int) -> int:
@@ -255,10 +223,3 @@ def _engine(config: Config, model: Decoder, tokenizer: Any, state: RunState, eva
         longest = config.max_prompt_length + config.max_completion_length
         state.cache_blocks = blocks_that_fit(model, BLOCK_SIZE, [longest] * running)
     return Engine(model, state.cache_blocks, BLOCK_SIZE, max_running=running, tokenizer=tokenizer)
-
-
-def _write_config(config: Config, path: Path) -> None:
-    """All settings as a recipe."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
-    os.replace(partial, path)

@@ -22,6 +22,7 @@ from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display
 from qerl.rl.evaluate import evaluate
+from qerl.rl.folder import CHECKPOINTS, COMPLETIONS
 from qerl.rl.guard import CollapseWatch, Interrupts
 from qerl.rl.measure import peak_memory_gb, rollout_metrics, update_metrics, write_completions
 from qerl.rl.rollout import Rollout, collect, train_samples
@@ -49,41 +50,51 @@ class Trainer:
     total_steps: int
     metrics: Metrics
     display: Display
-    interrupts: Interrupts = field(default_factory=Interrupts)
     timing: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.interrupts = Interrupts(self.display.warn)
         self.noise = NoiseLevel(self.config.noise, self.total_steps, self.state.sigma, self.state.target)
         self.watch = CollapseWatch(self.state.watched)
         self.source.position, self.source.too_long = self.state.position, self.state.too_long
 
-    def train(self) -> dict[str, float]:
-        """Runs to the end; returns the last evaluation. Interrupted, it saves what is done and says how to go on."""
+    def train(self) -> None:
+        """Runs to the end. Interrupted or broken off, it saves what is done; only half-updated weights are never
+        saved."""
         config, state = self.config, self.state
-        after: dict[str, float] = {}
         with self.display, self.interrupts:
             try:
-                if state.step == 0 and not state.before:
-                    state.before = self.evaluate()
-                for step in range(state.step + 1, self.total_steps + 1):
-                    started = time.monotonic()
+                while True:
+                    self.evaluate_and_save_if_due()
+                    if state.step >= self.total_steps:
+                        return
+                    step, started = state.step + 1, time.monotonic()
+                    self.timing.clear()
                     sigma, stage = self.draw_noise(step)
                     rollout = self.roll_out(step)
                     samples = train_samples(config, rollout.groups)
-                    with self.interrupts.shield():
+                    with self.interrupts.shield("the update is done"):
                         tally, results = self.update(samples, step)
                         self.finish(step, rollout, samples, tally, results, started, sigma, stage)
-                    if step % config.eval_steps == 0 or step == self.total_steps:
-                        after = self.evaluate()
-                    if step % config.save_steps == 0 or step == self.total_steps:
-                        self.save()
+                    self.stop_if_not_finite()
             except KeyboardInterrupt as error:
-                where = self.save()
                 raise Interrupted(
-                    f"Stopped after step {state.step} of {self.total_steps}; saved in {where}. "
-                    f"To go on: qerl train --resume output_dir={config.output_dir}"
+                    f"Stopped after step {state.step} of {self.total_steps}. To go on: --resume with "
+                    f"output_dir={config.output_dir} (from Python: the same call with resume=True)."
                 ) from error
-        return after
+            finally:
+                if 0 < state.step < self.total_steps and not self.interrupts.broken:
+                    self.display.say(f"Saved in {self.save()}.")
+
+    def evaluate_and_save_if_due(self) -> None:
+        config, state = self.config, self.state
+        ends = state.step in (0, self.total_steps)
+        if (ends or state.step % config.eval_steps == 0) and state.evaluated < state.step:
+            state.after = self.evaluate()
+            state.before = state.after if state.step == 0 else state.before
+            state.evaluated = state.step
+        if state.step and (ends or state.step % config.save_steps == 0):
+            self.save()
 
     def draw_noise(self, step: int) -> tuple[float, int]:
         """Noise for the coming rollout: a function of seed and step (the closed loop's sigma aside)."""
@@ -115,7 +126,7 @@ class Trainer:
                 self.sampler,
                 self.sampling,
                 self.rewards,
-                TrainerState(step, self.total_steps),
+                self.trainer_state(),
                 on_completion,
                 lambda: self.timed("reward"),
             )
@@ -127,22 +138,21 @@ class Trainer:
         """The rollout cut into updates, several times over; then the sampler knows of it."""
         config, state = self.config, self.state
         per_rollout = config.steps_per_generation * config.num_iterations
-        total = self.total_steps * per_rollout
+        total, first = self.total_steps * per_rollout, (step - 1) * per_rollout
+        groups = len(samples) // config.num_generations
+        size = config.num_generations * -(-groups // config.steps_per_generation)  # whole groups
         tally = Tally()
         results: list[dict[str, float]] = []
         with self.timed("train"):
             if self.model.device.type == "cuda":
                 self.sampler.sleep()
             self.updater.score(samples, old=per_rollout > 1, reference=config.beta > 0)
-            state.updates = (step - 1) * per_rollout
-            size = -(-len(samples) // config.steps_per_generation)
             for _ in range(config.num_iterations):
                 for start in range(0, len(samples), max(1, size)):
                     self.display.phase(f"update {len(results) + 1}/{per_rollout}")
-                    rate = learning_rate(config, state.updates, total)
+                    rate = learning_rate(config, first + len(results), total)
                     result = self.updater.step(samples[start : start + size], rate, tally)
                     results.append(result | {"learning_rate": rate})
-                    state.updates += 1
                     state.skipped_in_a_row = state.skipped_in_a_row + 1 if result["skipped"] else 0
                     if state.skipped_in_a_row:
                         self.display.warn(f"Step {step}: loss or gradient is not finite; the update was skipped.")
@@ -178,16 +188,16 @@ class Trainer:
             "noise/sigma": sigma,
             "noise/stage": stage,
             "num_tokens": state.num_tokens,
-            "learning_rate": results[-1]["learning_rate"] if results else 0.0,
             "epoch": self.source.position / len(self.source.rows),
             "data/too_long": self.source.too_long,
             "step_time": seconds,
             "rollout/tokens_per_s": sampled / max(1e-9, self.timing.get("rollout", 0.0)),
             "memory/peak_gb": peak_memory_gb(self.model.device),
         } | {f"timing_s/{name}": value for name, value in self.timing.items()}
-        self.timing.clear()
+        if results:
+            metrics["learning_rate"] = results[-1]["learning_rate"]
         if config.log_completions:
-            path = Path(config.output_dir) / "completions" / f"step-{step:06d}.parquet"
+            path = Path(config.output_dir) / COMPLETIONS / f"step-{step:06d}.parquet"
             write_completions(path, step, rollout, self.rewards, [sample.advantage for sample in samples])
         self.metrics.log(metrics, step)
         state.step, state.position, state.too_long = step, self.source.position, self.source.too_long
@@ -195,11 +205,13 @@ class Trainer:
         self.display.done(step)
         if step % config.logging_steps == 0 or step == self.total_steps:
             self.display.line(step, metrics)
-        if state.skipped_in_a_row >= config.max_skipped_updates:
-            where = self.save()
+
+    def stop_if_not_finite(self) -> None:
+        count = self.state.skipped_in_a_row
+        if count >= self.config.max_skipped_updates:
             raise ValueError(
-                f"{state.skipped_in_a_row} updates in a row had a loss or gradient that is not finite. The state is in "
-                f"{where}; lower learning_rate or max_grad_norm, or look at the last steps in completions/."
+                f"{count} updates in a row had a loss or gradient that is not finite; they changed nothing. Lower "
+                "learning_rate or max_grad_norm, or look at the last steps in completions/."
             )
 
     def evaluate(self) -> dict[str, float]:
@@ -209,17 +221,21 @@ class Trainer:
         self.display.phase(f"evaluating {len(self.eval_rows)} prompts")
         with self.timed("eval"):
             self.sampler.wake()
-            state = TrainerState(self.state.step, self.total_steps)
-            metrics, _ = evaluate(self.eval_rows, self.tokenizer, self.sampler, self.sampling, self.rewards, state)
-        self.metrics.log(metrics, self.state.step)
+            args = (self.eval_rows, self.tokenizer, self.sampler, self.sampling, self.rewards)
+            metrics, _ = evaluate(*args, self.trainer_state())
+        self.metrics.log(metrics | {"eval_runtime": self.timing["eval"]}, self.state.step)
         shown = "  ".join(f"{key.removeprefix('eval_')} {value:.4g}" for key, value in metrics.items())
         self.display.say(f"evaluation after step {self.state.step}: {shown}")
         return metrics
 
     def save(self) -> Path:
-        with self.timed("save"):
-            folder = Path(self.config.output_dir) / "checkpoints"
-            return checkpoint.save(folder, self.model, self.updater.optimizer, self.state, self.config.save_total_limit)
+        folder, optimizer = Path(self.config.output_dir) / CHECKPOINTS, self.updater.optimizer
+        with self.interrupts.shield("the checkpoint is written"):
+            return checkpoint.save(folder, self.model, optimizer, self.state, self.config.save_total_limit)
+
+    def trainer_state(self) -> TrainerState:
+        """What reward functions see."""
+        return TrainerState(self.state.step, self.total_steps, self.source.position / len(self.source.rows))
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

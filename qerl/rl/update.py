@@ -92,13 +92,15 @@ class Updater:
             part = self._loss(micro, tally)
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
-        norm = float(nn.utils.clip_grad_norm_([p for p in self.parameters if p.grad is not None], 1e30))
-        result = {"loss": loss, "grad_norm": norm, "skipped": 0.0}
-        if not math.isfinite(loss) or not math.isfinite(norm):
+        trained = [p for p in self.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+        result = {"loss": loss, "grad_norm": float(norm), "skipped": 0.0}
+        if not math.isfinite(loss) or not math.isfinite(result["grad_norm"]):
             self.optimizer.zero_grad(set_to_none=True)
             return result | {"skipped": 1.0}
         if any(lengths):
-            self._apply(norm, learning_rate)
+            nn.utils.clip_grads_with_norm_(trained, self.config.max_grad_norm, norm)
+            self._apply(learning_rate)
         return result
 
     def trial(self, samples: Sequence[TrainSample], tally: Tally) -> None:
@@ -109,11 +111,7 @@ class Updater:
         self._loss(micro, tally).backward()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _apply(self, norm: float, learning_rate: float) -> None:
-        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+    def _apply(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,9 @@ RewardFunction = Callable[..., Any]
 class TrainerState:
     """What a reward function may know of the run; names as in transformers' TrainerState."""
 
-    global_step: int
+    global_step: int  # steps done
     max_steps: int
+    epoch: float = 0.0
 
 
 class Rewards:
@@ -57,6 +59,8 @@ class Rewards:
             scores.extra[column] = list(values)
 
         def log_metric(name: str, value: float) -> None:
+            if name in ("step", "time"):
+                raise ValueError(f"A reward function can't log a metric named {name}: every line has that already.")
             scores.metrics.setdefault(name, []).append(float(value))
 
         columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
@@ -76,7 +80,8 @@ class Rewards:
         }
         results = [function(**_wanted(function, given)) for function in self.functions]
         if any(inspect.isawaitable(result) for result in results):
-            results = asyncio.run(_together(results))
+            with ThreadPoolExecutor(1) as thread:  # a notebook's thread has a loop of its own already
+                results = thread.submit(asyncio.run, _together(results)).result()
         scores.values.extend(
             _checked(name, result, len(rows)) for name, result in zip(self.names, results, strict=True)
         )
@@ -113,7 +118,7 @@ def _wanted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
 def _checked(name: str, result: Any, count: int) -> list[float]:
     try:
         values = [math.nan if value is None else float(value) for value in result]
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"Reward function {name} must return a list of numbers or None, not {result!r:.80}."
         ) from error

@@ -16,7 +16,8 @@ from qerl.errors import Interrupted
 from qerl.metrics import read_metrics
 from qerl.model.packing import next_tokens, pack
 from qerl.records import Completion
-from qerl.rl.run import build, resumed_config
+from qerl.rl.folder import resumed_config
+from qerl.rl.run import build
 from qerl.rl.trainer import Trainer
 from tests.test_cli import last_json, qerl_command
 
@@ -90,7 +91,12 @@ def test_the_default_job_runs_with_one_override(tmp_path: Path, override: str) -
     result = qerl.train(tiny_job(tmp_path / "run", override))
     assert result.steps == 2
     kept = {path.name for path in result.checkpoint.iterdir()}
-    assert kept == {"optimizer.pt", "state.json", "weights.safetensors" if override == "base=full" else "adapter"}
+    assert kept == {
+        "optimizer.safetensors",
+        "state.json",
+        "checksums.json",
+        "weights.safetensors" if override == "base=full" else "adapter",
+    }
 
 
 @pytest.mark.parametrize(
@@ -164,9 +170,10 @@ def timeless(path: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if not any(word in k for word in odd)} for line in read_metrics(path)]
 
 
-def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path, step: int) -> None:
     options = ("max_steps=4", "eval_steps=2", "save_steps=100", "noise.schedule=entropy", "steps_per_generation=2")
-    asked = [3]  # at this step, once
+    asked = [step]  # once so many steps are done, in a rollout or an evaluation, once
 
     def accuracy(completions, answer, trainer_state, **kwargs):
         from qerl.tasks.arithmetic import accuracy as grade
@@ -176,7 +183,7 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: P
             raise KeyboardInterrupt
         return [grade(c, a) for c, a in zip(completions, answer, strict=True)]
 
-    with pytest.raises(Interrupted, match=r"Stopped after step 2 of 4; saved in .*step-000002.*--resume"):
+    with pytest.raises(Interrupted, match=rf"Stopped after step {step} of 4. To go on: --resume"):
         qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy)
     qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy, resume=True)
     qerl.train(tiny_job(tmp_path / "b", *options), reward_funcs=accuracy)
@@ -198,10 +205,76 @@ def test_updates_that_are_not_finite_are_skipped_and_then_stop_the_run(tmp_path:
     trainer = build(tiny_job(tmp_path / "run", "max_steps=5", "max_skipped_updates=2", "eval_size=0"))
     real = trainer.updater._loss
     trainer.updater._loss = lambda micro, tally: real(micro, tally) * math.nan
-    with pytest.raises(ValueError, match=r"2 updates in a row.*lower learning_rate"):
+    with pytest.raises(ValueError, match=r"2 updates in a row.*Lower learning_rate"):
         trainer.train()
     assert (tmp_path / "run" / "checkpoints" / "step-000002" / "state.json").exists()
     assert "the update was skipped" in capsys.readouterr().err
+
+
+def test_python_runs_resume_only_the_way_they_were_begun(tmp_path: Path) -> None:
+    def mine(completions, **kwargs):
+        return [float(len(c)) for c in completions]
+
+    config = tiny_job(tmp_path / "run", "max_steps=1", "eval_size=0")
+    qerl.train(config, reward_funcs=mine)
+    longer = config.model_copy(update={"max_steps": 2})
+    with pytest.raises(ValueError, match="begun on 100000 rows with the rewards mine; these are 100000 with accuracy"):
+        qerl.train(longer, resume=True)
+    with pytest.raises(ConfigError, match="learning_rate would make it another run"):
+        qerl.train(longer.model_copy(update={"learning_rate": 1.0}), reward_funcs=mine, resume=True)
+    assert qerl.train(longer, reward_funcs=mine, resume=True).steps == 2
+
+
+def test_a_reward_function_that_fails_costs_no_finished_step(tmp_path: Path) -> None:
+    def accuracy(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == 2:
+            raise RuntimeError("the judge is gone")
+        return [float(i % 2) for i in range(len(completions))]
+
+    with pytest.raises(RuntimeError, match="the judge is gone"):
+        qerl.train(tiny_job(tmp_path / "run", "max_steps=4", "eval_size=0"), reward_funcs=accuracy)
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
+
+
+def test_rows_without_accuracy_are_judged_by_their_reward(tmp_path: Path) -> None:
+    """Several tasks in one data set: where the accuracy reward does not apply, the sum decides what varies."""
+
+    def accuracy(completions, **kwargs):
+        return [None] * len(completions)
+
+    def length(completions, **kwargs):
+        return [float(i) for i in range(len(completions))]
+
+    qerl.train(tiny_job(tmp_path / "run", "max_steps=1", "eval_size=0"), reward_funcs=[accuracy, length])
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["dynamic_sampling/kept"] == 4
+
+
+def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path) -> None:
+    def accuracy(completions, trainer_state, **kwargs):
+        return [float(i % 2) if trainer_state.global_step >= 6 else 0.0 for i in range(len(completions))]
+
+    options = ("max_steps=7", "eval_size=0", "dynamic_sampling.max_waves=1")
+    assert qerl.train(tiny_job(tmp_path / "run", *options), reward_funcs=accuracy).steps == 7
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert ["entropy" in line for line in lines] == [False] * 6 + [True]
+
+
+def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
+    def mine(completions, **kwargs): ...
+
+    config = tiny_job(tmp_path / "run")
+    good = [{"prompt": "1+1="}]
+    for train, held_out, message in (
+        (iter(good), None, "train_dataset must be a sequence"),
+        ([{"question": "x"}], None, "train_dataset needs a `prompt` column"),
+        (good, [{"question": "x"}], "eval_dataset needs a `prompt` column"),
+        ([{"prompt": None}], None, "A prompt is a string or a list of messages"),
+        ([], None, "no rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            qerl.train(config, reward_funcs=mine, train_dataset=train, eval_dataset=held_out)
+    with pytest.raises(ValueError, match="needs reward_funcs"):
+        qerl.train(config, train_dataset=good)
 
 
 def test_bad_settings_are_refused_before_any_work(tmp_path: Path) -> None:
@@ -264,7 +337,6 @@ def test_trls_own_reward_functions_and_a_dataset_run_unmodified(
 
 
 def test_reward_rises(tmp_path: Path) -> None:
-    torch.set_num_threads(2)
     result = qerl.train(
         load_config(
             default_recipe(), ["max_steps=25", "eval_size=200", "eval_steps=25", f"output_dir={tmp_path / 'run'}"]

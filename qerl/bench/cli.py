@@ -1,0 +1,84 @@
+"""`qerl bench ...`: a few lines of wiring for each measurement."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from qerl.console import finish, say, screen
+
+bench = typer.Typer(no_args_is_help=True, help="Measure: a table, then one line of JSON.")
+
+Csv = Annotated[Path | None, typer.Option(help="Append the rows to this CSV file, with GPU and commit.")]
+
+
+@bench.command("quantize")
+def bench_quantize(
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-0.5b",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to put the models.", show_default="the temporary folder")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the best counts.", min=1)] = 2,
+    csv: Csv = None,
+) -> None:
+    """qerl's rtn against llm-compressor's data-free NVFP4A16: seconds and peak memory."""
+    from qerl.bench.quantize import compare
+    from qerl.bench.results import append_rows
+
+    rows = compare(shape, folder, repeats, say)
+    if csv:
+        append_rows(csv, rows)
+    columns = ("contender", "cores", "seconds", "gb_per_s", "peak_gb", "output_gb")
+    table = Table(*columns, title=f"{shape} to NVFP4 on the CPU, folder to folder")
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    screen.print(table)
+    ours, theirs = rows
+    finish(
+        {
+            "shape": shape,
+            "rows": rows,
+            "speedup": round(theirs["seconds"] / ours["seconds"], 2),
+            "memory_ratio": round(ours["peak_gb"] / theirs["peak_gb"], 3),
+        }
+    )
+
+
+@bench.command("rollout")
+def bench_rollout(
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "tiny",
+    prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 32,
+    samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    csv: Csv = None,
+) -> None:
+    """Our engine against transformers.generate: tokens a second on samples of mixed lengths."""
+    from qerl.bench.results import append_rows
+    from qerl.bench.rollout import compare
+
+    rows = compare(shape, prompts, samples, max_tokens, device, say)
+    if csv:
+        append_rows(csv, rows)
+    columns = ("contender", "tokens", "seconds", "tokens_per_s")
+    table = Table(
+        *columns, title=f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {device}"
+    )
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    screen.print(table)
+    finish({"rows": rows, "speedup": round(rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"], 2)})
+
+
+@bench.command("formats")
+def bench_formats() -> None:
+    """Mean squared error of each format, rtn against mse, on three kinds of weights."""
+    from qerl.bench.formats import measure
+
+    rows = measure()
+    table = Table("weights", "format", "bits", "rtn", "mse", "less", title="Mean squared error / variance")
+    for row in rows:
+        table.add_row(row.weights, row.format, f"{row.bits}", f"{row.rtn:.5f}", f"{row.mse:.5f}", f"{row.gain:.1%}")
+    screen.print(table)
+    finish({f"{row.weights}/{row.format}": {"rtn": row.rtn, "mse": row.mse} for row in rows})

@@ -1,0 +1,93 @@
+"""The folder of a run: claimed by one process, its settings, and its files cut back to where a run resumes."""
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import yaml
+
+from qerl.config import Config, ConfigError, load_config, settings
+from qerl.metrics import read_metrics
+from qerl.quant.partial import writable
+
+METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"
+# What may change when a run is resumed; anything else would make it another run.
+MAY_CHANGE = {
+    *("output_dir", "device", "max_steps", "num_train_epochs", "logging_steps", "save_steps", "save_total_limit"),
+    *("eval_steps", "log_completions", "micro_batch_tokens", "recompute"),
+}
+
+
+@contextmanager
+def claimed(output: Path, resume: bool) -> Iterator[None]:
+    """Inside, the folder is this process's own. Refused are a run that would be overwritten, none to resume, a folder
+    that can't be written, and a second process."""
+    metrics = output / METRICS
+    used = (metrics.exists() and metrics.stat().st_size > 0) or (output / CHECKPOINTS).exists()
+    if used and not resume:
+        raise ValueError(f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER.")
+    if resume and not (output / CONFIG).exists():
+        raise ValueError(f"{output} holds no run to resume. Drop --resume, or name the run's output_dir.")
+    with writable(output):
+        output.mkdir(parents=True, exist_ok=True)
+        lock = os.open(output, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"Another process is at work in {output}. Wait for it, or name another.") from error
+        yield
+    finally:
+        os.close(lock)
+        with suppress(OSError):
+            output.rmdir()  # refused before anything was written
+
+
+def cut_back(output: Path, step: int) -> None:
+    """Drop what was written after this step."""
+    path = output / METRICS
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        kept = [line for line, values in zip(lines, read_metrics(path), strict=True) if values["step"] <= step]
+        _replace(path, "".join(f"{line}\n" for line in kept))
+    for file in (output / COMPLETIONS).glob("*.parquet*"):
+        if file.suffix != ".parquet" or int(file.stem.removeprefix("step-")) > step:
+            file.unlink()
+
+
+def write_config(config: Config, output: Path) -> None:
+    """All settings, as a recipe."""
+    with writable(output):
+        _replace(output / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def resumed_config(output: Path, overrides: Sequence[str]) -> Config:
+    """The configuration of the run in a folder, with what may change changed."""
+    path = output / CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{output} holds no run to resume. Drop --resume, or name the run's output_dir.")
+    config = load_config(path, [*overrides, f"output_dir={output}"])
+    require_same(config, output)
+    return config
+
+
+def require_same(config: Config, output: Path) -> None:
+    """Refuse to resume the run in a folder with settings that would make it another one."""
+    before = {entry.key: entry.value for entry in settings(load_config(output / CONFIG))}
+    odd = [e.key for e in settings(config) if e.value != before[e.key] and e.key not in MAY_CHANGE]
+    if odd:
+        raise ConfigError(
+            f"A resumed run goes on with its own settings; {', '.join(odd)} would make it another run. Start a new one "
+            "in another output_dir."
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,164 @@
+"""Nothing lost: killed runs resume exactly, damage is noticed, nobody writes over anybody."""
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+
+import qerl
+from qerl.rl import checkpoint
+from qerl.rl.folder import claimed, resumed_config
+from tests.rl.test_trainer import few_threads, timeless, tiny_job  # noqa: F401 (a fixture)
+from tests.test_cli import qerl_command
+
+WORDS = (
+    *("prompts_per_step=4", "num_generations=4", "eval_size=8", "save_steps=1", "save_total_limit=2"),
+    *("steps_per_generation=2", "num_iterations=2", "noise.schedule=entropy", "eval_steps=3"),
+)
+# One thread, as bit for bit asks for the same number of threads.
+START = "import sys, torch; torch.set_num_threads(1); from qerl.cli import main; sys.argv = {words!r}; main()"
+
+
+def start(folder: Path, *words: str, resume: bool) -> subprocess.Popen[str]:
+    line = ["qerl", "train", f"output_dir={folder}", *(["--resume"] if resume else [*WORDS, *words])]
+    log = open(folder.with_suffix(".log"), "a")  # noqa: SIM115 (the process writes to it)
+    return subprocess.Popen([sys.executable, "-c", START.format(words=line)], stdout=log, stderr=log, text=True)
+
+
+def train_with_kills(folder: Path, kills: int, steps: int, seed: int) -> int:
+    """Run to the end, killed up to so many times at random moments once training is under way; returns how often."""
+    draw, done = random.Random(seed), 0
+    while True:
+        resume = (folder / "config.yaml").exists()
+        process = start(folder, f"max_steps={steps}", resume=resume)
+        if done < kills:
+            while process.poll() is None and not (folder / "config.yaml").exists():
+                time.sleep(0.02)
+            marker = folder / "metrics.jsonl"
+            begun = marker.stat().st_mtime_ns if marker.exists() else 0
+            while process.poll() is None and (not marker.exists() or marker.stat().st_mtime_ns == begun):
+                time.sleep(0.005)  # cut back, and a first line written: the loop is running
+            time.sleep(draw.random() * 1.5)
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                done += 1
+        if process.wait() == 0:
+            return done
+        assert process.returncode == -signal.SIGKILL, folder.with_suffix(".log").read_text()
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert timeless(one / "metrics.jsonl") == timeless(other / "metrics.jsonl")
+    tables = [pyarrow.parquet.read_table(run / "completions").sort_by("step").to_pydict() for run in (one, other)]
+    assert tables[0] == tables[1]
+    newest = [checkpoint.checkpoints(run / "checkpoints")[-1] for run in (one, other)]
+    weights = [(path / "adapter" / "adapter_model.safetensors").read_bytes() for path in newest]
+    assert weights[0] == weights[1]
+
+
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: Path) -> None:
+    assert start(tmp_path / "whole", "max_steps=6", resume=False).wait() == 0
+    assert train_with_kills(tmp_path / "killed", kills=3, steps=6, seed=0) >= 1
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_fifty_kills(tmp_path: Path) -> None:
+    assert start(tmp_path / "whole", "max_steps=60", resume=False).wait() == 0
+    kills = 0
+    for attempt in range(10):
+        folder = tmp_path / f"killed-{attempt}"
+        kills += train_with_kills(folder, kills=50 - kills, steps=60, seed=attempt)
+        assert_same_run(tmp_path / "whole", folder)
+        if kills >= 50:
+            return
+    pytest.fail(f"only {kills} kills struck")
+
+
+@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing", "extra", "no checksums"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path: Path, harm: str, capsys) -> None:
+    options = ("max_steps=3", "save_steps=1", "eval_size=0")
+    qerl.train(tiny_job(tmp_path / "a", *options))
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    newest = tmp_path / "b" / "checkpoints" / "step-000003"
+    weights = newest / "adapter" / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    if harm == "truncated":
+        weights.write_bytes(data[:-10])
+    elif harm == "flipped":
+        data[-5] ^= 1
+        weights.write_bytes(data)
+    elif harm == "missing":
+        (newest / "optimizer.safetensors").unlink()
+    elif harm == "extra":
+        (newest / "more").write_text("x")
+    else:
+        (newest / "checksums.json").unlink()
+    qerl.train(resumed_config(tmp_path / "b", []), resume=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "step-000003 is damaged" in said
+    assert "the one before is taken" in said
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_full_training_and_eight_bit_adamw_resume_exactly(tmp_path: Path) -> None:
+    for i, words in enumerate((["base=full"], ["optim=adamw_8bit"])):
+        options = (*words, "max_steps=3", "eval_size=0")
+        qerl.train(tiny_job(tmp_path / f"whole{i}", *options))
+        part = tiny_job(tmp_path / f"part{i}", *options, "save_steps=1")
+        shutil.rmtree(qerl.train(part).checkpoint)  # as if killed during the third step
+        qerl.train(resumed_config(tmp_path / f"part{i}", []), resume=True)
+        assert timeless(tmp_path / f"part{i}" / "metrics.jsonl") == timeless(tmp_path / f"whole{i}" / "metrics.jsonl")
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    result = qerl.train(tiny_job(tmp_path / "a", "max_steps=1", "eval_size=0"))
+    kinds = {path.suffix for path in result.output_dir.rglob("*") if path.is_file()}
+    assert kinds == {".jsonl", ".yaml", ".parquet", ".safetensors", ".json", ".png"}
+
+
+def test_a_second_process_and_a_folder_that_cant_be_written_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with claimed(folder, resume=False):
+        (folder / "config.yaml").write_text("")
+        done = qerl_command("train", f"output_dir={folder}", "max_steps=1", "eval_size=0")
+        assert done.returncode == 2
+        assert "Another process is at work" in " ".join(done.stderr.split())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="Can't write"):
+        qerl.train(tiny_job(tmp_path / "file" / "run"))
+    assert not (tmp_path / "never").exists()
+    with pytest.raises(ValueError, match="There is no task"):
+        qerl.train(tiny_job(tmp_path / "never", "task=nothing"))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_full_disk_leaves_the_checkpoints_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    from safetensors import SafetensorError
+
+    config = tiny_job(tmp_path / "run", "max_steps=3", "save_steps=1", "eval_size=0")
+    real, calls = checkpoint.save_file, []
+
+    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises((OSError, SafetensorError)):
+        qerl.train(config)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-000001", "step-000002"]
+    monkeypatch.undo()
+    assert qerl.train(resumed_config(tmp_path / "run", []), resume=True).steps == 3
