@@ -8,8 +8,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def train(*args: Any, **kwargs: Any) -> "Result":
-    """`qerl.rl.run.train`: train by a configuration, on a task or on your own data and reward functions."""
+def train(
+    config: Any = None,
+    reward_funcs: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    resume: bool = False,
+) -> "Result":
+    """Train by a configuration, on a task or on your own data and reward functions. See `qerl.rl.run.train`."""
     from qerl.rl.run import train as run
 
-    return run(*args, **kwargs)
+    return run(config, reward_funcs, train_dataset, eval_dataset, resume)

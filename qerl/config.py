@@ -183,7 +183,9 @@ class Config(Section):
     recompute: bool = setting(True, "Recompute activations in the backward pass (on a GPU).", "true/false")
 
     max_completion_length: int = setting(256, "New tokens at most.", "tokens", ge=1)
-    temperature: float = setting(1.0, "Of sampling and of the trained policy; above 0.", "factor", gt=0)
+    temperature: float = setting(
+        1.0, "Of sampling and of the trained policy; above 0 (evaluation is greedy).", "factor", gt=0
+    )
     top_p: float = setting(1.0, "Sample from the most likely tokens of this mass.", "share", gt=0, le=1)
     top_k: int = setting(0, "Sample from so many tokens; 0: all.", "tokens", ge=0)
     min_p: float = setting(0.0, "Leave out tokens below this share of the likeliest.", "share", ge=0, le=1)
@@ -222,6 +224,9 @@ class Config(Section):
     lora_r: int = setting(32, "Rank of LoRA.", "rank", ge=1)
     lora_alpha: float = setting(64.0, "LoRA's scale is lora_alpha / lora_r.", "number", gt=0)
     lora_target_modules: tuple[str, ...] | str = setting("all-linear", "As PEFT's target_modules.", "names")
+    init_adapter: Path | None = setting(
+        None, "PEFT adapter to start from, with its own rank and targets; it is also the reference of beta.", "path"
+    )
     train_norms: bool = setting(False, "Train the gains of the blocks' norms as well.", "true/false")
 
     logging_steps: int = setting(1, "Print a line every so many steps (metrics.jsonl has all).", "steps", ge=1)
@@ -236,6 +241,11 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     arithmetic: ArithmeticConfig = ArithmeticConfig()
     quantize: QuantizeConfig = QuantizeConfig()
+
+    @field_validator("dynamic_sampling", mode="before")
+    @classmethod
+    def _on_or_off(cls, value: Any) -> Any:
+        return {"enabled": value} if isinstance(value, bool) else value
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
@@ -252,6 +262,8 @@ class Config(Section):
         weights, functions = self.reward_weights, self.reward_funcs
         if weights is not None and functions is not None and len(weights) != len(functions):
             raise ValueError(f"{len(weights)} reward_weights for {len(functions)} reward_funcs.")
+        if self.base == "full" and self.init_adapter is not None:
+            raise ValueError("init_adapter needs LoRA: take a base other than full.")
         if self.base == "full" and self.beta > 0:
             raise ValueError("beta needs the policy without adapter as its reference, which full training has not.")
         return self
@@ -289,7 +301,14 @@ def default_recipe() -> Path:
 
 
 def build_config(values: dict[str, Any]) -> Config:
-    """A checked Config from nested values."""
+    """A checked Config from nested values; keys may be dotted."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(nested.get(key), dict):
+            nested[key] |= value
+        else:
+            _put(nested, key, value)
+    values = nested
     try:
         return Config.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:

@@ -2,6 +2,8 @@
 
 # What means something else here, or goes by another name.
 OTHER_NAMES = {
+    "peft_config": "write lora_r, lora_alpha, lora_target_modules",
+    "logging_dir": "write output_dir",
     "per_device_train_batch_size": "prompts_per_step x num_generations completions are a rollout; micro_batch_tokens "
     "decides how much goes through the model at a time",
     "gradient_accumulation_steps": "steps_per_generation says how many updates a rollout is cut into; micro-batches "

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import Config, ConfigError, load_config, settings
+from qerl.config import Config, ConfigError, build_config, load_config, settings
 from qerl.trl_names import trl_hint
 
 
@@ -107,4 +107,6 @@ def test_every_setting_of_trl_is_taken_or_refused_by_name() -> None:
     for field in dataclasses.fields(GRPOConfig):
         assert field.name in taken or trl_hint(field.name), field.name
     assert not trl_hint("learning_rate")
+    assert build_config({"noise.schedule": "linear", "noise": {"gain": 1.0}}).noise.gain == 1.0
+    assert not load_config(None, ["dynamic_sampling=off"]).dynamic_sampling.enabled
     assert load_config(None, ["scale_rewards=false"]).scale_rewards == "none"

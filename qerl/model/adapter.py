@@ -103,7 +103,8 @@ def read_settings(folder: Path) -> LoraSettings:
     """A PEFT folder's settings; features that would be silently lost are refused by name."""
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder} has no {CONFIG}: it is not a PEFT adapter folder.")
+        inside = f" Did you mean {folder / 'adapter'}?" if (folder / "adapter" / CONFIG).is_file() else ""
+        raise ValueError(f"{folder} has no {CONFIG}: it is not a PEFT adapter folder.{inside}")
     try:
         config = json.loads(path.read_text())
     except ValueError as error:

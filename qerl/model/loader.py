@@ -63,14 +63,14 @@ def load(
         if stored and (format := layout_of(stored).format) != base:
             raise ValueError(f"{model} is quantized as {format}: load it with base={format!r}.")
 
-    folder = resolve(model, check)
+    folder = origin = resolve(model, check)
     arch = _architecture(folder)
     if base != "bf16" and not read_config(folder).get("quantization_config"):
         folder = _quantized(folder, base, method, Path(cache_dir or Path.home() / ".cache" / "qerl"))
     _warn_of_copies(arch, base, dtype, device)
     with Checkpoint(folder) as checkpoint:
         source = CheckpointSource(arch, checkpoint, dtype, device)
-        decoder = build(arch, source, dtype, device, model)
+        decoder = build(arch, source, dtype, device, str(origin) if model == "tiny" else model)
         source.require_all_read()
         return decoder
 

@@ -36,7 +36,6 @@ class RunState:
     skipped_in_a_row: int = 0
     sigma: float = 0.0  # the closed loop's noise
     target: float | None = None  # and its target entropy
-    seconds: float = 0.0  # of training so far
     evaluated: int = -1  # the last step that was
     before: dict[str, float] = field(default_factory=dict)  # evaluation before step 1
     after: dict[str, float] = field(default_factory=dict)  # and the last one

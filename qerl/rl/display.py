@@ -69,7 +69,7 @@ def plan(config: Config, total_steps: int, rows: int, trained: int, blocks: int,
     """The run in plain words, before step 1."""
     completions = config.prompts_per_step * config.num_generations
     updates = config.steps_per_generation * config.num_iterations
-    epochs = f", {config.num_iterations} times over" if config.num_iterations > 1 else ""
+    epochs = f" ({config.num_iterations} passes over them)" if config.num_iterations > 1 else ""
     noise = config.noise
     noisy = {
         "off": "no noise",
@@ -85,7 +85,7 @@ def plan(config: Config, total_steps: int, rows: int, trained: int, blocks: int,
         (
             f"Plan: {total_steps} steps on {rows} prompts; {config.model} as {config.base}, {trained:,} weights train.",
             f"  A step samples {prompts} prompts x {config.num_generations} = {completions} completions of up to "
-            f"{tokens} tokens, then makes {updates} update{'s' if updates > 1 else ''} of {each} completions{epochs}.",
+            f"{tokens} tokens, then makes {updates} update{'s' if updates > 1 else ''}{epochs} of {each} completions.",
             f"  Loss {config.loss_type}, {noisy}; learning rate {config.learning_rate:g} ({config.lr_scheduler_type}).",
             f"  Cache of {blocks} blocks. Largest micro-batch tried: {trial['tokens']:.0f} tokens in "
             f"{trial['seconds']:.1f} s{peak}.",

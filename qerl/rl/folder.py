@@ -11,6 +11,7 @@ import yaml
 from qerl.config import Config, ConfigError, load_config, settings
 from qerl.metrics import read_metrics
 from qerl.quant.partial import writable
+from qerl.tasks.task import FROM_PYTHON
 
 METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"
 # What may change when a run is resumed; anything else would make it another run.
@@ -25,7 +26,8 @@ def claimed(output: Path, resume: bool) -> Iterator[None]:
     """Inside, the folder is this process's own. Refused are a run that would be overwritten, none to resume, a folder
     that can't be written, and a second process."""
     metrics = output / METRICS
-    used = (metrics.exists() and metrics.stat().st_size > 0) or (output / CHECKPOINTS).exists()
+    steps = [line["step"] for line in read_metrics(metrics)] if metrics.exists() else []
+    used = max(steps, default=0) > 0 or (output / CHECKPOINTS).exists()  # what failed before a first step is no run
     if used and not resume:
         raise ValueError(f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER.")
     if resume and not (output / CONFIG).exists():
@@ -76,7 +78,8 @@ def resumed_config(output: Path, overrides: Sequence[str]) -> Config:
 def require_same(config: Config, output: Path) -> None:
     """Refuse to resume the run in a folder with settings that would make it another one."""
     before = {entry.key: entry.value for entry in settings(load_config(output / CONFIG))}
-    odd = [e.key for e in settings(config) if e.value != before[e.key] and e.key not in MAY_CHANGE]
+    free = MAY_CHANGE | ({"task"} if before["task"] == FROM_PYTHON else set())
+    odd = [e.key for e in settings(config) if e.value != before[e.key] and e.key not in free]
     if odd:
         raise ConfigError(
             f"A resumed run goes on with its own settings; {', '.join(odd)} would make it another run. Start a new one "

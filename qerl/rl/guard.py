@@ -18,6 +18,7 @@ from qerl.rl.update import Tally, Updater
 
 BEGINNING = 5  # steps that a run is compared with
 ENTROPY_FLOOR, REWARD_FALL, LENGTH_FALL, CLIPPED = 0.1, 0.5, 0.25, 0.9
+SOLVED = 0.9  # an accuracy at which low entropy is no alarm
 
 
 class Interrupts:
@@ -86,7 +87,7 @@ class CollapseWatch:
         best, entropy_then, length_then = self.seen["best"], self.seen["entropy"], self.seen["length"]
         signs = (
             (
-                entropy < ENTROPY_FLOOR * entropy_then,
+                entropy < ENTROPY_FLOOR * entropy_then and metrics.get("accuracy", 0.0) < SOLVED,
                 f"entropy fell to {entropy:.3f}, from {entropy_then:.3f} at the start: the policy hardly explores. "
                 "Try more noise (noise.schedule=entropy) or a lower learning_rate.",
             ),
@@ -115,9 +116,12 @@ def preflight(config: Config, updater: Updater) -> dict[str, float]:
     model = updater.model
     longest = config.max_prompt_length + config.max_completion_length
     if longest > model.arch.max_positions:
+        context = model.arch.max_positions
+        prompt = min(config.max_prompt_length, context // 2)
         raise ValueError(
-            f"max_prompt_length + max_completion_length is {longest}; the model's context {model.arch.max_positions}. "
-            f"Lower max_completion_length to {max(1, model.arch.max_positions - config.max_prompt_length)}."
+            f"max_prompt_length={config.max_prompt_length} and max_completion_length={config.max_completion_length} make "
+            f"{longest} tokens; the model's context is {context}. Write for example max_prompt_length={prompt} "
+            f"max_completion_length={context - prompt}."
         )
     most = longest * config.prompts_per_step * config.num_generations // config.steps_per_generation
     tokens = max(longest, min(config.micro_batch_tokens, most))

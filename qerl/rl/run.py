@@ -1,5 +1,6 @@
 """A run from its configuration: everything checked and built before step 1, trained, and told about at the end."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
 from qerl.metrics import Metrics
-from qerl.model.adapter import add_lora, trained_parameters
+from qerl.model.adapter import add_lora, load_adapter, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
@@ -27,7 +28,7 @@ from qerl.rl.schedule import layer_sigmas
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
 from qerl.tasks.rewards import RewardFunction, Rewards, import_reward
-from qerl.tasks.task import task_named
+from qerl.tasks.task import FROM_PYTHON, task_named
 
 MAX_RUNNING = 256  # sequences that the engine decodes at a time
 
@@ -39,7 +40,7 @@ class Result:
     output_dir: Path
     checkpoint: Path  # the last; its folder `adapter` is a PEFT adapter
     steps: int
-    seconds: float  # of training steps
+    seconds: float  # of this call, loading and evaluation included
     before: dict[str, float]  # evaluation before and after, where there was one
     after: dict[str, float]
 
@@ -72,7 +73,7 @@ def train(
     """
     if not isinstance(config, Config):
         config = build_config(config) if isinstance(config, dict) else load_config(Path(config) if config else None)
-    output = Path(config.output_dir)
+    output, started = Path(config.output_dir), time.monotonic()
     with claimed(output, resume):
         trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
         with trainer.metrics:
@@ -82,7 +83,7 @@ def train(
     if state.after:
         stdout().print(final_table(state.before, state.after))
     last = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
-    return Result(output, last, state.step, state.seconds, state.before, state.after)
+    return Result(output, last, state.step, time.monotonic() - started, state.before, state.after)
 
 
 def build(
@@ -116,12 +117,18 @@ def build(
                 f"The run was begun on {state.rows} rows with the rewards {', '.join(state.rewards)}; these are "
                 f"{len(rows)} with {', '.join(rewards.names)}. Resume it as it was begun, with the same arguments."
             )
+        if state.step > total:
+            raise ValueError(
+                f"The run has done {state.step} steps already; max_steps={total} would undo some. Raise it."
+            )
+        if state.step == total:
+            display.say(f"All {total} steps are done. To go on, raise max_steps.")
     cut_back(output, state.step if saved else -1)  # killed before the first checkpoint, a run starts over
     engine = _engine(config, model, tokenizer, state, len(eval_rows))
     trained = sum(p.numel() for p in trained_parameters(model).values())
     display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
     output.mkdir(parents=True, exist_ok=True)
-    write_config(config, output)
+    write_config(config if train_dataset is None else config.model_copy(update={"task": FROM_PYTHON}), output)
     return Trainer(
         config=config,
         model=model,
@@ -190,6 +197,8 @@ def _load(config: Config) -> tuple[Decoder, Any, tuple[int, ...]]:
     model = load(config.model, "bf16" if config.base == "full" else config.base, device, dtype)
     if config.base == "full":
         model.train_in_full()
+    elif config.init_adapter is not None:
+        load_adapter(model, config.init_adapter)
     else:
         targets = config.lora_target_modules
         add_lora(

@@ -182,8 +182,12 @@ class Trainer:
             self.noise.observe(step - 1, metrics["entropy"])
             for warning in self.watch.check(step, metrics):
                 self.display.warn(warning)
+        elif step == 1 or step % 10 == 0:
+            self.display.warn(
+                f"Step {step}: in none of {len(rollout.drawn)} groups do the rewards vary, so nothing was learnt. "
+                "Are the problems too hard or too easy, or is the reward constant? Look at completions/."
+            )
         seconds = time.monotonic() - started
-        state.seconds += seconds
         metrics |= {
             "noise/sigma": sigma,
             "noise/stage": stage,

@@ -3,7 +3,8 @@ place."""
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,9 @@ class Updater:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.settings = loss_settings(config)
         self.recompute = config.recompute and model.device.type == "cuda"
+        # A run that starts from an adapter has that as its reference.
+        keeps = config.beta > 0 and config.init_adapter is not None
+        self.initial = [p.detach().clone() for p in self.parameters] if keeps else None
 
     def step(self, samples: Sequence[TrainSample], learning_rate: float, tally: Tally) -> dict[str, float]:
         """Returns loss and grad_norm; where either is not finite nothing is changed, and `skipped` is 1."""
@@ -167,11 +171,31 @@ class Updater:
                 for sample, part in zip(micro.samples, parts, strict=True):
                     sample.old_logp = part
             if reference:
-                with self.model.adapter_disabled():
+                with self._reference():
                     hidden_TD = self.model(micro.packed)
                     logp_N, _ = self.model.logprobs(hidden_TD[micro.places_N], micro.targets_N, self.config.temperature)
                 for sample, part in zip(micro.samples, torch.split(logp_N, lengths), strict=True):
                     sample.ref_logp = part
+
+    @contextmanager
+    def _reference(self) -> Iterator[None]:
+        """Inside, the model is the reference policy: without adapter, or with the one that the run started from."""
+        if self.initial is None:
+            with self.model.adapter_disabled():
+                yield
+            return
+        now = [p.detach().clone() for p in self.parameters]
+        try:
+            self._write(self.initial)
+            yield
+        finally:
+            self._write(now)
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.copy_(value)
+        refresh(self.model)
 
 
 def _joined(parts: Sequence[Tensor | None], default: Tensor | None) -> Tensor:

@@ -104,15 +104,15 @@ async def _together(results: list[Any]) -> list[Any]:
 
 def _wanted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return given
-    names = [parameter.name for parameter in parameters]
-    missing = [p.name for p in parameters if p.default is p.empty and p.name not in given]
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if missing:
         raise ValueError(
             f"Reward function {_name(function)} asks for {', '.join(missing)}; there are {', '.join(sorted(given))}."
         )
-    return {name: given[name] for name in names if name in given}
+    if len(named) < len(parameters):
+        return given
+    return {p.name: given[p.name] for p in named if p.name in given}
 
 
 def _checked(name: str, result: Any, count: int) -> list[float]:

@@ -52,7 +52,12 @@ class _Generated(Sequence[Row]):
 TASKS: dict[str, Callable[[Config], Task]] = {"arithmetic": arithmetic_task}
 
 
+FROM_PYTHON = "(given from Python)"  # what the settings of a run with its own data name as its task
+
+
 def task_named(config: Config) -> Task:
+    if config.task == FROM_PYTHON:
+        raise ValueError("This run has its data from Python: go on there, with qerl.train(..., resume=True).")
     if config.task not in TASKS:
         raise ValueError(f"There is no task {config.task!r}; there are {', '.join(TASKS)}.")
     return TASKS[config.task](config)

@@ -14,9 +14,12 @@ import qerl
 from qerl.config import Config, ConfigError, default_recipe, load_config
 from qerl.errors import Interrupted
 from qerl.metrics import read_metrics
+from qerl.model.adapter import trained_parameters
 from qerl.model.packing import next_tokens, pack
 from qerl.records import Completion
+from qerl.rl.batch import micro_batches
 from qerl.rl.folder import resumed_config
+from qerl.rl.rollout import train_samples
 from qerl.rl.run import build
 from qerl.rl.trainer import Trainer
 from tests.test_cli import last_json, qerl_command
@@ -71,9 +74,6 @@ def test_noise_is_in_the_rollout_and_nowhere_else(tmp_path: Path) -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(with_noise, without, strict=True)) > 0.01
     # Evaluation is clean while noise is drawn, and so is the loss: its log-probs are the clean ones.
     assert noisy.evaluate() == clean_evaluation
-    from qerl.rl.batch import micro_batches
-    from qerl.rl.rollout import train_samples
-
     work = train_samples(noisy.config, second.drawn)
     (micro,) = micro_batches(work, [1.0] * len(work), 10**6, noisy.model.device)
     logp, _ = noisy.updater.logprobs(micro)
@@ -195,6 +195,9 @@ def test_resume_takes_the_runs_own_settings(tmp_path: Path) -> None:
     config = resumed_config(tmp_path / "a", ["max_steps=2"])
     assert (config.max_steps, config.prompts_per_step) == (2, 4)
     assert qerl.train(config, resume=True).steps == 2
+    assert qerl.train(config, resume=True).steps == 2  # finished: nothing happens
+    with pytest.raises(ValueError, match="has done 2 steps already"):
+        qerl.train(resumed_config(tmp_path / "a", ["max_steps=1"]), resume=True)
     with pytest.raises(ConfigError, match="learning_rate would make it another run"):
         resumed_config(tmp_path / "a", ["learning_rate=1"])
     with pytest.raises(ConfigError, match="holds no run to resume"):
@@ -249,7 +252,7 @@ def test_rows_without_accuracy_are_judged_by_their_reward(tmp_path: Path) -> Non
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["dynamic_sampling/kept"] == 4
 
 
-def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path) -> None:
+def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path, capsys) -> None:
     def accuracy(completions, trainer_state, **kwargs):
         return [float(i % 2) if trainer_state.global_step >= 6 else 0.0 for i in range(len(completions))]
 
@@ -257,6 +260,7 @@ def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path) -> No
     assert qerl.train(tiny_job(tmp_path / "run", *options), reward_funcs=accuracy).steps == 7
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert ["entropy" in line for line in lines] == [False] * 6 + [True]
+    assert "in none of 4 groups do the rewards vary" in " ".join(capsys.readouterr().err.split())
 
 
 def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
@@ -281,7 +285,7 @@ def test_bad_settings_are_refused_before_any_work(tmp_path: Path) -> None:
     for override, message in (
         ("temperature=0", "temperature"),
         ("prompts_per_step=5 steps_per_generation=2", "multiple of steps_per_generation"),
-        ("max_completion_length=4000", "Lower max_completion_length to 240"),
+        ("max_completion_length=4000", "Write for example max_prompt_length=16 max_completion_length=240"),
         ("task=nothing", "There is no task 'nothing'"),
         ("arithmetic.levels=[9]", "choose one or more of"),
         ("reward_funcs=[nothing]", "no reward 'nothing'"),
@@ -329,11 +333,33 @@ def test_trls_own_reward_functions_and_a_dataset_run_unmodified(
         reward_funcs=[think_format_reward, get_soft_overlong_punishment(20, 5), level_reward],
         train_dataset=dataset,
     )
+    again = qerl_command("train", "--resume", f"output_dir={result.output_dir}", "max_steps=3")
+    assert again.returncode == 2
+    assert "has its data from Python" in again.stderr
     line = read_metrics(result.output_dir / "metrics.jsonl")[-1]
     assert {"rewards/think_format_reward/mean", "rewards/soft_overlong_punishment_reward/mean"} <= line.keys()
     assert line["mean_level"] >= 0
     assert line["rewards/level_reward/mean"] > 0
     assert line["loss"] != 0
+
+
+def test_a_run_can_start_from_an_adapter_which_is_then_its_reference(tmp_path: Path) -> None:
+    first = qerl.train(tiny_job(tmp_path / "a", "max_steps=2", "eval_size=0"))
+    words = (f"init_adapter={first.checkpoint / 'adapter'}", "beta=0.1", "eval_size=0")
+    trainer = build(tiny_job(tmp_path / "b", *words))
+    trainer.draw_noise(1)
+    samples = train_samples(trainer.config, trainer.roll_out(1).drawn)
+    trainer.updater.score(samples, old=True, reference=True)
+    for sample in samples:
+        assert torch.equal(sample.old_logp, sample.ref_logp)  # nothing has moved yet
+    trainer.update(samples, 1)
+    moved = {name: p.detach().clone() for name, p in trained_parameters(trainer.model).items()}
+    again = train_samples(trainer.config, trainer.roll_out(2).drawn)
+    trainer.updater.score(again, old=True, reference=True)
+    assert any(not torch.equal(sample.old_logp, sample.ref_logp) for sample in again)
+    assert all(torch.equal(p, moved[name]) for name, p in trained_parameters(trainer.model).items())
+    with pytest.raises(ValueError, match="it is not a PEFT adapter folder"):
+        build(tiny_job(tmp_path / "c", f"init_adapter={tmp_path}"))
 
 
 def test_reward_rises(tmp_path: Path) -> None:
