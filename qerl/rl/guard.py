@@ -119,8 +119,8 @@ def preflight(config: Config, updater: Updater) -> dict[str, float]:
         context = model.arch.max_positions
         prompt = min(config.max_prompt_length, context // 2)
         raise ValueError(
-            f"max_prompt_length={config.max_prompt_length} and max_completion_length={config.max_completion_length} make "
-            f"{longest} tokens; the model's context is {context}. Write for example max_prompt_length={prompt} "
+            f"max_prompt_length={config.max_prompt_length} and max_completion_length={config.max_completion_length} "
+            f"make {longest} tokens; the model's context is {context}. Write for example max_prompt_length={prompt} "
             f"max_completion_length={context - prompt}."
         )
     most = longest * config.prompts_per_step * config.num_generations // config.steps_per_generation
