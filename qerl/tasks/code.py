@@ -97,7 +97,9 @@ def _passes(solution: str, tests: str, setup: str, asked: list[str] | None, row:
     trial = Path(__file__).with_name("trial.py").read_text(encoding="utf-8")
     pipes = 'open(4, encoding="utf-8"), open(5, "w", encoding="utf-8")'
     server = f"{trial}\nserve({solution!r}, {pipes})\n"
-    main = f"{trial}\nreplies, requests = {pipes}\njudge({tests!r}, {setup!r}, {asked!r}, {token!r}, requests, replies)\n"
+    main = (
+        f"{trial}\nreplies, requests = {pipes}\njudge({tests!r}, {setup!r}, {asked!r}, {token!r}, requests, replies)\n"
+    )
     outcome = run_program(main, limits=TESTS, unsafe=bool(row.get("_code_unsafe")), server=server)
     return float(outcome.status == "ok" and outcome.stdout == token)
 

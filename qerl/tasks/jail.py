@@ -46,7 +46,7 @@ exec(code)
 """
 
 # System calls that a program has no honest use for, by machine; refused with EPERM.
-CALLS = {
+CALLS: dict[str, dict[str, Any]] = {
     "x86_64": {
         "arch": 0xC000003E,
         "clone": 56,
@@ -125,7 +125,9 @@ def lay_out(visible: list[str], disk: int) -> None:
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     os.mkdir("/tmp" + OLD)
     os.chdir("/tmp")
-    check(libc.syscall(ctypes.c_long(CALLS[platform.machine()]["pivot_root"]), b".", os.fsencode(OLD[1:])), "pivot_root")
+    check(
+        libc.syscall(ctypes.c_long(CALLS[platform.machine()]["pivot_root"]), b".", os.fsencode(OLD[1:])), "pivot_root"
+    )
     os.chdir("/")
     os.mkdir("/tmp")
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={disk},nr_inodes=10000")

@@ -114,7 +114,8 @@ def _watch(orders: str, stdin: str, folder: str, limits: Limits) -> Outcome:
             )
         finally:
             os.close(report_end)
-        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        assert process.stdout is not None, "a pipe"
+        assert process.stderr is not None, "a pipe"
         with process, contextlib.ExitStack() as running:
             running.callback(_end, process)
             out, err, report_text = bytearray(), bytearray(), bytearray()
