@@ -57,6 +57,8 @@ CALLS: dict[str, dict[str, Any]] = {
         "refused": (
             # socket; shmget, semget, msgget, mq_open; memfd_create, memfd_secret; ptrace, process_vm_readv and _writev
             *(41, 29, 64, 68, 240, 319, 447, 101, 310, 311),
+            # setpgid, setsid: the process group is what gets killed
+            *(109, 112),
             # mount, umount2, pivot_root, chroot, unshare, setns, open_tree, move_mount, fsopen, fsmount, mount_setattr
             *(165, 166, 155, 161, 272, 308, 428, 429, 430, 432, 442),
             # keyrings; bpf, perf_event_open, userfaultfd, io_uring; tkill, rt_(tg)sigqueueinfo, pidfd_*; open_by_handle
@@ -72,6 +74,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "fork": (),
         "refused": (
             *(198, 194, 190, 186, 180, 279, 447, 117, 270, 271),
+            *(154, 157),
             *(40, 39, 41, 51, 97, 268, 428, 429, 430, 432, 442),
             *(217, 218, 219, 280, 241, 282, 425, 426, 427, 130, 138, 240, 424, 434, 438, 265),
         ),
@@ -262,7 +265,7 @@ def run_programs(spec: dict[str, Any], sources: list[int], drop: bool, report: i
 
 def memory_file(text: str) -> int:
     file = os.memfd_create("source")
-    with open(file, "w", encoding="utf-8", closefd=False) as stream:
+    with open(file, "w", encoding="utf-8", errors="replace", closefd=False) as stream:
         stream.write(text)
     os.lseek(file, 0, os.SEEK_SET)
     return file

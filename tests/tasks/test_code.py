@@ -169,7 +169,8 @@ def test_programs_judged_by_their_output():
     assert stdin_stdout(right, {"verification_info": {"inputs": ["1 2", ["3", "4"]], "outputs": ["3", ["7"]]}}) == 1.0
     assert stdin_stdout("print(3)", row) == 0.0
     assert stdin_stdout(right.replace("print()", "1 / 0"), row) == 0.0
-    assert stdin_stdout("while True: print(3)", row) == 0.0
+    assert stdin_stdout(right + "\ud800", row) == 1.0
+    assert stdin_stdout("print('\ud800')\0", row) == 0.0
     assert (
         stdin_stdout(right, {"verification_info": {"test_cases": [{"fn_name": "f", "input": [], "output": 1}]}}) is None
     )
@@ -189,12 +190,13 @@ def test_without_a_sandbox_the_row_must_say_so(monkeypatch: pytest.MonkeyPatch, 
         assert grader("import os; os._exit(0)", row | {"_code_unsafe": True}) == 0.0
 
 
-def check_mbpp(samples: list[dict[str, Any]]) -> None:
+def check_mbpp(samples: list[dict[str, Any]], every: bool) -> None:
+    """every: alter all of them, not only some."""
     right = grade_all(mbpp, [(row["code"], row) for row in samples])
     assert [row["task_id"] for row, score in zip(samples, right, strict=True) if score != 1.0] == []
-    changed = [row | {"test_list": altered(row["test_list"])} for row in samples]
+    changed = [row | {"test_list": altered(row["test_list"])} for row in samples[:: 1 if every else 3]]
     wrong = grade_all(mbpp, [(row["code"], row) for row in changed])
-    assert [row["task_id"] for row, score in zip(samples, wrong, strict=True) if score != 0.0] == []
+    assert [row["task_id"] for row, score in zip(changed, wrong, strict=True) if score != 0.0] == []
 
 
 def check_humaneval(samples: list[dict[str, Any]]) -> None:
@@ -209,7 +211,7 @@ def check_humaneval(samples: list[dict[str, Any]]) -> None:
 def test_references_score_one_and_altered_ones_nothing():
     odd = {126, 367, 533, 596, 601, 927}  # a builtin's name, nodes, a type as argument, sys, a class of the solution's
     all_rows = rows("mbpp")
-    check_mbpp([row for row in all_rows if row["task_id"] in odd or row["task_id"] % 28 == 0])
+    check_mbpp([row for row in all_rows if row["task_id"] in odd or row["task_id"] % 28 == 0], every=False)
     check_humaneval([row for i, row in enumerate(rows("humaneval")) if i in (32, 33, 38, 50, 53) or i % 16 == 0])
 
 
@@ -217,7 +219,7 @@ def test_references_score_one_and_altered_ones_nothing():
 @needs_sandbox
 @pytest.mark.slow
 def test_all_references_score_one_and_altered_ones_nothing():
-    check_mbpp(rows("mbpp"))
+    check_mbpp(rows("mbpp"), every=True)
     check_humaneval(rows("humaneval"))
 
 

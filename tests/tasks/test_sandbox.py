@@ -17,7 +17,7 @@ from qerl.tasks.sandbox import Limits, run_program, sandbox_available
 ROOT = Path(__file__).resolve().parents[2]
 needs_sandbox = pytest.mark.skipif(sandbox_available() is not None, reason="no sandbox here")
 both = pytest.mark.parametrize("unsafe", [pytest.param(False, marks=needs_sandbox), True], ids=["safe", "unsafe"])
-QUICK = Limits(seconds=2.0, memory_mb=512, output_bytes=100_000, disk_mb=4)
+QUICK = Limits(seconds=1.0, memory_mb=512, output_bytes=100_000, disk_mb=4)
 PATIENT = Limits(seconds=60.0, memory_mb=512, output_bytes=100_000, disk_mb=4)
 
 
@@ -71,6 +71,7 @@ def refused(action):
     assert result(refused + "import subprocess; print(refused(lambda: subprocess.run(['true'])))", unsafe) == "True"
     assert result(refused + "print(refused(lambda: os.kill(os.getppid(), 9)))", unsafe) == "True"
     assert result(refused + "print(refused(lambda: os.kill(-1, 9)))", unsafe) == "True"
+    assert result(refused + "print(refused(os.setsid))", unsafe) == "True"
     assert result(refused + "import socket; print(refused(socket.socket))", unsafe) == "True"
     assert result(refused + "print(refused(lambda: open('f', 'wb').write(bytes(5 << 20))))", unsafe) == "True"
     raised = "from resource import *; print(refused(lambda: setrlimit(RLIMIT_AS, (-1, -1))))"
