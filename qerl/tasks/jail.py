@@ -109,10 +109,21 @@ def make_read_only(path: str, recursive: bool) -> None:
         mount("none", path, flags=MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept)
 
 
+def can_become_nobody() -> bool:
+    """Root of a user namespace, as in containers, can't always: the other user must exist there."""
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{name}") as file:
+            ranges = [tuple(map(int, line.split())) for line in file]
+        if not any(first <= NOBODY < first + count for first, _, count in ranges):
+            return False
+    with open("/proc/self/setgroups") as file:
+        return os.geteuid() == 0 and file.read().strip() == "allow"
+
+
 def leave_namespaces() -> bool:
     """As root without a user namespace where that is allowed, else with one. Returns whether we are still root."""
     spaces = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
-    if os.geteuid() == 0 and libc.unshare(spaces) == 0:
+    if can_become_nobody() and libc.unshare(spaces) == 0:
         return True
     user, group = os.geteuid(), os.getegid()
     check(libc.unshare(spaces | NEWUSER), "unshare")

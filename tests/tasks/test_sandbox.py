@@ -199,16 +199,22 @@ def test_without_isolation_programs_are_refused(monkeypatch: pytest.MonkeyPatch,
 
 @needs_sandbox
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become someone else")
-@pytest.mark.parametrize("who", ["user", "root without CAP_SYS_ADMIN"])
+@pytest.mark.parametrize("who", ["user", "root without CAP_SYS_ADMIN", "root of a container"])
 def test_it_works_for_others_than_root(who: str):
     """By a user namespace, with the system's Python, which others may run; or it says why not."""
     python, drop_cap_sys_admin = "/usr/bin/python3", "import ctypes; ctypes.CDLL(None).prctl(24, 21, 0, 0, 0)"
     script = "from qerl.tasks.sandbox import sandbox_available; print(sandbox_available())"
     new_enough = "import sys; sys.exit(sys.version_info < (3, 11))"
-    if not os.path.exists(python) or subprocess.run([python, "-c", new_enough], check=False).returncode:
+    if (
+        not shutil.which("unshare")
+        or not os.path.exists(python)
+        or subprocess.run([python, "-c", new_enough], check=False).returncode
+    ):
         pytest.skip("the system's Python is too old")
     if who == "user":
         command, identity = [python, "-c", script], {"user": 4321, "group": 4321, "extra_groups": []}
+    elif who == "root of a container":
+        command, identity = ["unshare", "-Ur", python, "-c", script], {}
     else:
         again = f"import os; os.execv({python!r}, [{python!r}, '-c', {script!r}])"
         command, identity = [python, "-c", f"{drop_cap_sys_admin}; {again}"], {}
@@ -218,7 +224,9 @@ def test_it_works_for_others_than_root(who: str):
         copy.mkdir(parents=True)
         for name in ("sandbox.py", "jail.py"):
             shutil.copy(sandbox.JAIL.with_name(name), copy)
-        done = subprocess.run(command, cwd=folder, env={}, capture_output=True, text=True, check=False, **identity)
+        done = subprocess.run(
+            command, cwd=folder, env={"PATH": os.defpath}, capture_output=True, text=True, check=False, **identity
+        )
     assert done.stdout.strip() == "None" or "unshare" in done.stdout, done.stdout + done.stderr
 
 
