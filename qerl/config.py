@@ -169,6 +169,11 @@ class Config(Section):
         None, "Rewards by registered name or dotted import path; none: the task's own.", "names"
     )
     reward_weights: tuple[float, ...] | None = setting(None, "Weight of each reward; none: 1 each.", "factors")
+    reward_workers: int = setting(2, "Processes that run graders, where rewards are graders.", "processes", ge=1)
+    reward_memory_mb: int = setting(4096, "Memory of each such process.", "MB", ge=256)
+    reward_timeout: float | None = setting(
+        None, "Longest call of reward functions (graders have their own).", "s", gt=0
+    )
     max_prompt_length: int = setting(512, "Longer prompts are left out.", "tokens", ge=1)
 
     max_steps: int = setting(

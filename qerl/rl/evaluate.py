@@ -23,7 +23,7 @@ def evaluate(
     """Metrics with `eval_` in front, and the groups of one completion each. Noise is off whatever `sampling` says."""
     clean = replace(sampling, temperature=0.0, noise=False)
     prompts = [DrawnPrompt(i, dict(row), encode(tokenizer, row["prompt"])) for i, row in enumerate(rows)]
-    groups = score(prompts, sample(sampler, prompts, 1, clean, on_completion), rewards, state)
+    groups = score(prompts, sample(sampler, prompts, 1, clean, rewards, on_completion), rewards, state)
     lengths = [len(group.completions[0].token_ids) for group in groups]
     clipped = [group.completions[0].finish_reason == "length" for group in groups]
     metrics = {

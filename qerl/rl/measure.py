@@ -12,6 +12,7 @@ from qerl.rl.advantage import NO_VARIANCE, group_std
 from qerl.rl.rollout import Rollout
 from qerl.rl.update import Tally
 from qerl.tasks.rewards import Rewards
+from qerl.tasks.workers import REASONS
 
 
 def rollout_metrics(rollout: Rollout, rewards: Rewards, wanted: int) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def rollout_metrics(rollout: Rollout, rewards: Rewards, wanted: int) -> dict[str
         "dynamic_sampling/resampled": len(groups) - wanted,
         "dynamic_sampling/waves": rollout.waves,
     }
+    metrics |= {f"grading/{reason}": rollout.failures[reason] for reason in REASONS if rewards.workers is not None}
     for i, name in enumerate(rewards.names):
         metrics[f"rewards/{name}/mean"] = float(rewards_SF[:, i].nanmean())
         metrics[f"rewards/{name}/std"] = float(group_std(rewards_SF[:, i]))

@@ -1,5 +1,6 @@
 """Prompts to scored groups of completions: sampling in waves, rewards, and the groups that teach something."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ class Rollout:
     waves: int
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns logged by reward functions, over `drawn`
     metrics: dict[str, list[float]] = field(default_factory=dict)  # logged by reward functions
+    failures: Counter[str] = field(default_factory=Counter)  # samples that graders failed on, by reason
 
     @property
     def completions(self) -> list[Completion]:
@@ -57,7 +59,7 @@ def collect(
     rollout = Rollout([], [], 0)
     while len(rollout.groups) < config.prompts_per_step and rollout.waves < waves:
         prompts = source.draw(config.prompts_per_step - len(rollout.groups))
-        completions = sample(sampler, prompts, config.num_generations, sampling, on_completion)
+        completions = sample(sampler, prompts, config.num_generations, sampling, rewards, on_completion)
         with on_reward():
             groups = score(prompts, completions, rewards, state, rollout)
         rollout.waves += 1
@@ -71,15 +73,18 @@ def sample(
     prompts: Sequence[DrawnPrompt],
     samples: int,
     sampling: Sampling,
+    rewards: Rewards,
     on_completion: Callable[[int], None],
 ) -> list[tuple[Completion, ...]]:
-    """The completions of each prompt, in order."""
+    """The completions of each prompt, in order. Graders start on a completion as soon as it ends."""
+    rows = {prompt.id: prompt.row for prompt in prompts}
     requests = [Request(prompt.id, prompt.prompt_ids, samples) for prompt in prompts]
     done: dict[int, list[Completion]] = {request.id: [] for request in requests}
     for completion in sampler.stream(requests, sampling):
         if completion.error:
             raise ValueError(f"A prompt can't be sampled from: {completion.error}")
         done[completion.request].append(completion)
+        rewards.begin(_key(completion), rows[completion.request], completion.text)
         on_completion(len(completion.token_ids))
     if any(len(found) < samples for found in done.values()):
         raise Interrupted("Sampling ended early.")
@@ -96,8 +101,10 @@ def score(
     """Rewards of every completion; what functions log goes into the rollout."""
     flat = [completion for group in completions for completion in group]
     rows = [prompt.row for prompt, group in zip(prompts, completions, strict=True) for _ in group]
-    scores = rewards.score(rows, [c.text for c in flat], [c.token_ids for c in flat], state)
+    keys = [_key(completion) for completion in flat]
+    scores = rewards.score(rows, [c.text for c in flat], [c.token_ids for c in flat], state, keys)
     if into is not None:
+        into.failures.update(scores.failures)
         for column, values in scores.extra.items():
             before = len(into.completions) - len(into.extra.get(column, []))
             into.extra[column] = [*into.extra.get(column, []), *[None] * before, *values]
@@ -111,6 +118,10 @@ def score(
         groups.append(Group(prompt, group, rewards_SF[at], total_S[at]))
         start += len(group)
     return groups
+
+
+def _key(completion: Completion) -> tuple[int, int]:
+    return completion.request, completion.sample
 
 
 def _varies(group: Group, index: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from qerl.rl.guard import preflight
 from qerl.rl.schedule import layer_sigmas
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
-from qerl.tasks.rewards import RewardFunction, Rewards, import_reward
+from qerl.tasks.grader import Grader
+from qerl.tasks.rewards import RewardFunction, Rewards, import_reward, reward_name
 from qerl.tasks.task import FROM_PYTHON, task_named
+from qerl.tasks.workers import Workers
 
 MAX_RUNNING = 256  # sequences that the engine decodes at a time
 
@@ -76,7 +79,7 @@ def train(
     output, started = Path(config.output_dir), time.monotonic()
     with claimed(output, resume):
         trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
-        with trainer.metrics:
+        with trainer.metrics, trainer.rewards.workers or nullcontext():
             trainer.train()
         plot_run(output / METRICS, output / "plots")
     state = trainer.state
@@ -158,9 +161,11 @@ def _task(
     if functions is None and train_dataset is not None:
         raise ValueError("Your own train_dataset needs reward_funcs.")
     task = task_named(config) if train_dataset is None else None
-    own = {function.__name__: function for function in task.rewards} if task else {}
+    own = {reward_name(function): function for function in task.rewards} if task else {}
     found = [own.get(f) or import_reward(f) if isinstance(f, str) else f for f in functions or own.values()]
-    rewards = Rewards(found, config.reward_weights)
+    graded = any(isinstance(function, Grader) for function in found)
+    workers = Workers(config.reward_workers, config.reward_memory_mb) if graded else None
+    rewards = Rewards(found, config.reward_weights, workers, config.reward_timeout)
     rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
     rows: Any = task.train if task else train_dataset
     held_out: Any = eval_dataset if eval_dataset is not None else task.test if task else []

@@ -4,16 +4,23 @@ A function is called with the keywords `prompts`, `completions`, `completion_ids
 `log_metric` and every dataset column, each a list of one entry a completion; it takes `**kwargs` or only the names it
 wants, and returns a list of numbers, None where it does not apply. It may be `async def`: such functions are awaited
 together.
+
+A `Grader` is the other kind of reward: it scores one completion at a time in worker processes, and starts on one while
+others are still being sampled (`begin`).
 """
 
 import asyncio
 import importlib
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from qerl.tasks.grader import Grader
+from qerl.tasks.workers import Graded, Workers
 
 RewardFunction = Callable[..., Any]
 
@@ -28,18 +35,33 @@ class TrainerState:
 
 
 class Rewards:
-    """Reward functions with their weights."""
+    """Reward functions and graders with their weights. workers: where graders run. timeout: of a call of functions."""
 
-    def __init__(self, functions: Sequence[RewardFunction], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction | Grader],
+        weights: Sequence[float] | None = None,
+        workers: Workers | None = None,
+        timeout: float | None = None,
+    ) -> None:
         if not functions:
             raise ValueError("There is no reward function: give reward_funcs, or a task that brings its own.")
         self.functions = list(functions)
-        self.names = [_name(function) for function in functions]
+        self.names = [reward_name(function) for function in functions]
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"Two reward functions have the same name: {', '.join(self.names)}.")
         self.weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
         if len(self.weights) != len(self.functions):
             raise ValueError(f"{len(self.weights)} reward_weights for {len(self.functions)} reward functions.")
+        self.workers, self.timeout = workers, timeout
+        self._begun: dict[tuple[Hashable, int], Future[Graded]] = {}
+
+    def begin(self, key: Hashable, row: dict[str, Any], text: str) -> None:
+        """Start grading a completion; `score` will ask for it by the same key."""
+        for i, function in enumerate(self.functions):
+            if isinstance(function, Grader):
+                assert self.workers is not None, "graders need workers"
+                self._begun[key, i] = self.workers.submit(function, text, row)
 
     def accuracy_index(self, metric: str | None = None) -> int | None:
         """Which function is the named one, or the accuracy reward; None: there is no accuracy reward."""
@@ -50,10 +72,19 @@ class Rewards:
         return next((i for i, name in enumerate(self.names) if "accuracy" in name), None)
 
     def score(
-        self, rows: Sequence[dict[str, Any]], texts: Sequence[str], ids: Sequence[Sequence[int]], state: TrainerState
+        self,
+        rows: Sequence[dict[str, Any]],
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        state: TrainerState,
+        keys: Sequence[Hashable] | None = None,
     ) -> "Scores":
-        """rows: the dataset row of each completion, with its `prompt`."""
-        scores = Scores([], {}, {})
+        """rows: the dataset row of each completion, with its `prompt`. keys: of completions that were begun."""
+        scores = Scores([], {}, {}, Counter())
+        if keys is None:
+            keys = range(len(rows))
+            for key, row, text in zip(keys, rows, texts, strict=True):
+                self.begin(key, row, text)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             scores.extra[column] = list(values)
@@ -78,14 +109,39 @@ class Rewards:
             "log_extra": log_extra,
             "log_metric": log_metric,
         }
-        results = [function(**_wanted(function, given)) for function in self.functions]
-        if any(inspect.isawaitable(result) for result in results):
-            with ThreadPoolExecutor(1) as thread:  # a notebook's thread has a loop of its own already
-                results = thread.submit(asyncio.run, _together(results)).result()
-        scores.values.extend(
-            _checked(name, result, len(rows)) for name, result in zip(self.names, results, strict=True)
-        )
+        plain = [function for function in self.functions if not isinstance(function, Grader)]
+        results = iter(self._call(plain, given))
+        for i, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
+            if isinstance(function, Grader):
+                graded = [self._begun.pop((key, i)).result() for key in keys]
+                scores.failures.update(one.reason for one in graded if one.reason is not None)
+                scores.values.append(_checked(name, [one.score for one in graded], len(rows)))
+            else:
+                scores.values.append(_checked(name, next(results), len(rows)))
         return scores
+
+    def _call(self, functions: Sequence[RewardFunction], given: dict[str, Any]) -> list[Any]:
+        """Functions on the whole batch; those that are async are awaited together."""
+
+        def call() -> list[Any]:
+            results = [function(**_wanted(function, given)) for function in functions]
+            if any(inspect.isawaitable(result) for result in results):
+                with ThreadPoolExecutor(1) as thread:  # a notebook's thread has a loop of its own already
+                    results = thread.submit(asyncio.run, _together(results)).result()
+            return results
+
+        if self.timeout is None or not functions:
+            return call()
+        waiting = ThreadPoolExecutor(1)
+        try:
+            return waiting.submit(call).result(self.timeout)
+        except TimeoutError as error:
+            names = ", ".join(map(reward_name, functions))
+            raise ValueError(
+                f"The reward functions {names} took longer than reward_timeout={self.timeout:g} s."
+            ) from error
+        finally:
+            waiting.shutdown(wait=False)
 
 
 @dataclass(frozen=True)
@@ -93,6 +149,7 @@ class Scores:
     values: list[list[float]]  # a list a function; NaN where it does not apply
     extra: dict[str, list[Any]]  # columns that functions asked to log
     metrics: dict[str, list[float]]
+    failures: Counter[str]  # samples that graders failed on, by reason
 
 
 async def _together(results: list[Any]) -> list[Any]:
@@ -108,7 +165,8 @@ def _wanted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
     missing = [p.name for p in named if p.default is p.empty and p.name not in given]
     if missing:
         raise ValueError(
-            f"Reward function {_name(function)} asks for {', '.join(missing)}; there are {', '.join(sorted(given))}."
+            f"Reward function {reward_name(function)} asks for {', '.join(missing)}; there are "
+            f"{', '.join(sorted(given))}."
         )
     if len(named) < len(parameters):
         return given
@@ -129,13 +187,16 @@ def _checked(name: str, result: Any, count: int) -> list[float]:
     return values
 
 
-def _name(function: RewardFunction) -> str:
+def reward_name(function: RewardFunction | Grader) -> str:
+    """What its metrics are called by."""
+    if isinstance(function, Grader):
+        return function.name
     return getattr(function, "__name__", type(function).__name__)
 
 
-def import_reward(path: str) -> RewardFunction:
-    """A function by its dotted import path."""
-    module, dot, name = path.rpartition(".")
+def import_reward(path: str) -> RewardFunction | Grader:
+    """A function by its dotted import path; written module:function it is a grader, called in the workers."""
+    module, dot, name = path.rpartition(":" if ":" in path else ".")
     if not dot:
         raise ValueError(
             f"There is no reward {path!r}; write a registered name or a dotted path such as my_rewards.accuracy."
@@ -146,4 +207,4 @@ def import_reward(path: str) -> RewardFunction:
         raise ValueError(f"The reward {path!r} can't be imported: {error}.") from error
     if not callable(function):
         raise ValueError(f"The reward {path!r} is not a function.")
-    return function  # type: ignore[no-any-return]
+    return Grader(name, path) if ":" in path else function

@@ -22,6 +22,7 @@ from qerl.rl.folder import resumed_config
 from qerl.rl.rollout import train_samples
 from qerl.rl.run import build
 from qerl.rl.trainer import Trainer
+from qerl.tasks import arithmetic
 from tests.test_cli import last_json, qerl_command
 
 
@@ -166,8 +167,12 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
 
 
 def timeless(path: Path) -> list[dict]:
-    odd = ("time", "timing", "tokens_per_s", "memory")
-    return [{k: v for k, v in line.items() if not any(word in k for word in odd)} for line in read_metrics(path)]
+    """Metrics without what depends on the clock or on memory."""
+    odd = ("time", "step_time", "eval_runtime", "rollout/tokens_per_s")
+    return [
+        {k: v for k, v in line.items() if k not in odd and not k.startswith(("timing_s/", "memory/"))}
+        for line in read_metrics(path)
+    ]
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -250,6 +255,19 @@ def test_rows_without_accuracy_are_judged_by_their_reward(tmp_path: Path) -> Non
 
     qerl.train(tiny_job(tmp_path / "run", "max_steps=1", "eval_size=0"), reward_funcs=[accuracy, length])
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["dynamic_sampling/kept"] == 4
+
+
+def test_a_grader_in_the_workers_gives_the_run_that_a_function_gives(tmp_path: Path) -> None:
+    def sum_accuracy(completions, answer, **kwargs):
+        return [arithmetic.accuracy(c, a) for c, a in zip(completions, answer, strict=True)]
+
+    qerl.train(tiny_job(tmp_path / "a"), reward_funcs=sum_accuracy)
+    qerl.train(tiny_job(tmp_path / "b", "reward_funcs=['tests.tasks.graders:sum_accuracy']"))
+    lines = timeless(tmp_path / "b" / "metrics.jsonl")
+    assert lines[-2]["grading/timeout"] == 0
+    assert [{k: v for k, v in line.items() if "grading" not in k} for line in lines] == timeless(
+        tmp_path / "a" / "metrics.jsonl"
+    )
 
 
 def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path, capsys) -> None:

@@ -1,10 +1,13 @@
 """TRL's reward contract."""
 
 import asyncio
+import time
 
 import pytest
 
+from qerl.tasks.grader import Grader
 from qerl.tasks.rewards import Rewards, TrainerState, import_reward
+from qerl.tasks.workers import Workers
 
 ROWS = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
 STATE = TrainerState(global_step=3, max_steps=10)
@@ -103,6 +106,36 @@ def test_what_breaks_the_contract_is_refused_by_name() -> None:
         Rewards([short], [1.0, 2.0])
 
 
+def test_graders_and_functions_side_by_side() -> None:
+    def plain(completions, **kwargs):
+        return [9.0] * len(completions)
+
+    echo = Grader("echo", "tests.tasks.graders:echo", timeout=2.0)
+    texts = ["1.5", "none", "loop", "exit", "raise", "3"]
+    rows = [{"prompt": "p"}] * len(texts)
+    ids = [(1,)] * len(texts)
+    with Workers(2) as workers:
+        rewards = Rewards([echo, plain], workers=workers)
+        together = rewards.score(rows, texts, ids, STATE)
+        for key, (row, text) in enumerate(zip(rows, texts, strict=True)):  # begun early, in another order
+            rewards.begin(("key", key), row, text)
+        early = rewards.score(rows, texts, ids, STATE, [("key", i) for i in range(len(texts))])
+    for scores in (together, early):
+        assert [str(value) for value in scores.values[0]] == ["1.5", "nan", "0.0", "0.0", "0.0", "3.0"]
+        assert scores.values[1] == [9.0] * 6
+        assert scores.failures == {"timeout": 1, "crash": 1, "error": 1}
+
+
+def test_a_call_that_takes_too_long_is_given_up() -> None:
+    def slow(completions, **kwargs):
+        time.sleep(1.0)
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"slow took longer than reward_timeout=0\.1 s"):
+        Rewards([slow], timeout=0.1).score(ROWS, ("1", "2"), [(1,), (2,)], STATE)
+    assert Rewards([slow], timeout=30).score(ROWS, ("1", "2"), [(1,), (2,)], STATE).values == [[0.0, 0.0]]
+
+
 def test_the_accuracy_reward_is_found_by_name() -> None:
     def format_reward(completions, **kwargs): ...
     def accuracy_reward(completions, **kwargs): ...
@@ -117,6 +150,7 @@ def test_the_accuracy_reward_is_found_by_name() -> None:
 
 def test_functions_by_import_path() -> None:
     assert import_reward("tests.tasks.test_rewards.score") is score
+    assert import_reward("tests.tasks.graders:echo") == Grader("echo", "tests.tasks.graders:echo")
     for path, message in (
         ("nowhere", "dotted path"),
         ("tests.nothing.f", "can't be imported"),
