@@ -17,10 +17,14 @@ _THINK, _THOUGHT = "<think>", "</think>"
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = re.compile(r"\\f?box(?:ed)?\b\s*")
 _HASHES = re.compile(r"####[ \t]*([^\n#]{1,200})")
-_ANSWER_LINE = re.compile(r"\banswer[ \t]{0,3}(?:\*\*)?[ \t]{0,3}[:：][ \t]{0,3}(?:\*\*)?([^\n]{1,2000})", re.IGNORECASE)  # noqa: RUF001
+_ANSWER_LINE = re.compile(  # at the head of a line, or with a capital: not "to check our answer: .."
+    r"(?:(?im:^[ \t>*#_-]{0,8}(?:(?:the|final|my|so|therefore|thus|correct),?[ \t]{1,3}){0,3}answer)|\b(?:Answer|ANSWER))"
+    r"[ \t]{0,3}(?:\*\*)?[ \t]{0,3}[:：][ \t]{0,3}(?:\*\*)?([^\n]{1,2000})"  # noqa: RUF001
+)
 _SENTENCE = re.compile(r"\banswer[ \t]{1,3}(?:is|equals|=)[ \t]{0,3}:?([^\n]{1,500})", re.IGNORECASE)
 _NUMBER = re.compile(
-    r"(?<![\w.])[-−+]?[$€£]?[-−]?(?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?(?:/\d+)?%?|(?<![\w.])[-−+]?\.\d+"  # noqa: RUF001
+    r"(?<![\w.])[-−+]?[$€£]?[-−]?(?:\d{1,3}(?:,\d{3})+(?![\d])|\d+)(?:\.\d+)?(?:/\d+)?%?(?!\.?\d|\s{0,3}[x×*]\s{0,3}\d)"  # noqa: RUF001
+    r"|(?<![\w.])[-−+]?\.\d+"  # noqa: RUF001
 )
 _INLINE = re.compile(r"\$\$?([^$]+)\$|\\\((.+?)\\\)")
 

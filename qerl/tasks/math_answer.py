@@ -8,6 +8,7 @@ and what runs this in earnest (`qerl.tasks.workers`) brings timeouts that end a 
 """
 
 import logging
+import math
 import re
 from collections.abc import Callable
 from functools import cache
@@ -21,11 +22,12 @@ MAX_DIGITS = 200  # in a row
 MAX_POWER = 5000  # decimal digits of a power, roughly
 MAX_FACTORIAL = 500
 
-_INTEGER_POWER = re.compile(r"(\d+)?\s*(?:\^|\*\*)\s*[{(]*\s*[-+]?\s*(\d+)")
-_FACTORIAL = re.compile(r"(\d+)\s*\)*\s*!|\\(?:[dt]?binom|choose)\s*\{?(\d+)")
-_POWER_OF_GROUP = re.compile(r"[)}\]]\s*(?:\^|\*\*)")
+_POWER = re.compile(r"(\d+)?\s*\^\s*")
+_FACTORIAL = re.compile(r"(\d+)\s*[)}]*\s*!|\\(?:[dt]?binom|choose)\s*\{?(\d+)")
+_GROUP_FACTORIAL = re.compile(r"[)}]\s*!")
+_POWER_OF_GROUP = re.compile(r"[)}\]]\s*\^")
 _BIG_OPERATORS = re.compile(r"\\(?:sum|prod|int|lim|iint|oint)(?![A-Za-z])")
-_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt|leq|geq)(?![A-Za-z])")
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?")
 
 _SYMBOLS = {
@@ -50,7 +52,7 @@ def same_answer(right: str, given: str) -> bool:
     if _choice(right) is not None or _choice(given) is not None:
         return _choice(right) == _choice(given)
     if _is_words(right) or _is_words(given):
-        return _words(right) == _words(given)
+        return _is_words(right) and _is_words(given) and _words(right) == _words(given)
     if too_heavy(right) or too_heavy(given):
         return False
     return _same_kind(right, given, number) and _verified(to_latex(right), to_latex(given))
@@ -60,21 +62,39 @@ def too_heavy(text: str) -> bool:
     """Whether sympy might choke on this text, by a look at its characters."""
     if len(text) > MAX_LENGTH or re.search(rf"\d{{{MAX_DIGITS}}}", text) or _depth(text) > MAX_DEPTH:
         return True
-    for found in _FACTORIAL.finditer(text):
-        if int(found.group(1) or found.group(2)) > MAX_FACTORIAL:
-            return True
-    digits = 1.0  # of the largest power, if all of them stood on each other
-    for base, exponent in _INTEGER_POWER.findall(text):
-        size = int(exponent) * max(1, len(base))
-        if size > MAX_POWER:
-            return True
-        digits *= max(1, size)
-    stacked = _POWER_OF_GROUP.search(text) or re.search(r"(?:\^|\*\*)[^-+=,;]*?(?:\^|\*\*)", text)
-    if stacked and digits > MAX_POWER:
+    if text.count("!") > 3 or ("^" in text and _GROUP_FACTORIAL.search(text)):
+        return True
+    if any(int(found[1] or found[2]) > MAX_FACTORIAL for found in _FACTORIAL.finditer(text)):
         return True
     if _BIG_OPERATORS.search(text) and re.search(r"\d{5}", text):
         return True
-    return text.count("!") > 3
+    return _power(text.replace("**", "^")) > MAX_POWER
+
+
+def _power(text: str) -> float:
+    """About how many digits the largest power in the text may have."""
+    sizes = []
+    for found in _POWER.finditer(text):
+        base, exponent = found[1] or "", _exponent(text, found.end())
+        if re.search(r"[A-Za-z]", re.sub(r"\\(?:cdot|times|frac|[dt]frac|left|right)", "", exponent)):
+            continue  # with a variable in it, nothing is worked out
+        numbers = [int(digits) for digits in re.findall(r"\d+", exponent)]
+        if "!" in exponent or ("^" in exponent and (max(numbers, default=0) > 4 or exponent.count("^") > 1)):
+            return math.inf  # a tower
+        sizes.append(max(1, len(base)) * math.prod(max(1, number) for number in numbers))
+    return math.prod(sizes) if _POWER_OF_GROUP.search(text) else max(sizes, default=0)
+
+
+def _exponent(text: str, at: int) -> str:
+    """The exponent that begins here, with what it is raised to itself."""
+    end = at
+    depth = 0
+    while end < len(text):
+        depth += (text[end] in "({[") - (text[end] in ")}]")
+        if depth < 0 or (depth == 0 and end > at and text[end] in "+-*/,;= "):
+            break
+        end += 1
+    return text[at:end]
 
 
 def to_latex(text: str) -> str:
@@ -93,7 +113,8 @@ def to_latex(text: str) -> str:
 
 
 def _plain_text(text: str) -> str:
-    return re.sub(r"\s+", "", clean(text).replace("dfrac", "frac").replace("tfrac", "frac"))
+    text = re.sub(r"\s+", "", clean(text).replace("dfrac", "frac").replace("tfrac", "frac"))
+    return re.sub(r"_\{(\w+)\}", r"_\1", text)
 
 
 def _choice(text: str) -> str | None:
@@ -119,16 +140,16 @@ def _words(text: str) -> str:
 
 
 def _same_kind(right: str, given: str, number: Number | None) -> bool:
-    """Refuse what math-verify would forgive: an interval's other brackets, a list for one number, an inequality for a
-    number, a base left out."""
+    """Refuse what math-verify would forgive: an interval's other brackets, a list or an inequality for one number,
+    another base (numbers in a base are the same only as texts)."""
     one, other = to_latex(right), to_latex(given)
     if _brackets(one) and _brackets(other) and _brackets(one) != _brackets(other):
         return False
     if number is not None:
         listed = "," in re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", other)
-        if listed or re.search(r"\\(?:le|ge|lt|gt|leq|geq|pm|cup)(?![A-Za-z])|[<>]", other):
+        if listed or _RELATION.search(other) or re.search(r"\\(?:pm|cup)(?![A-Za-z])", other):
             return False
-    return bool(re.search(r"\d_", one)) == bool(re.search(r"\d_", other))
+    return not re.search(r"\d_", one + " " + other)
 
 
 def _brackets(text: str) -> str | None:
@@ -152,7 +173,10 @@ def _depth(text: str) -> int:
 def _verified(right: str, given: str) -> bool:
     parse, verify = _math_verify()
     one, other = parse(right), parse(given)
-    return bool(one and other and verify(one, other))
+    if not one or not other:
+        return False
+    # An inequality for an interval is seen only with the inequality as the right answer.
+    return verify(one, other) or (bool(_RELATION.search(given)) and verify(other, one))
 
 
 @cache

@@ -71,6 +71,7 @@ _SPELLINGS = (
     "kph kmh",
 )
 UNITS = {spelling: row.split()[0] for row in _SPELLINGS for spelling in row.split()}
+_LETTERS = {"m": "meters", "g": "grams", "h": "hours", "l": "liters", "L": "liters", "s": "seconds"}
 _CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 
 
@@ -79,11 +80,14 @@ class Number:
     value: Fraction  # as written: 40 for 40%
     percent: bool = False
     unit: str | None = None  # a unit of UNITS, in one spelling; None: none, or one that is not known
+    power: int | None = None  # of the unit: 2 for cm^2
 
     def equals(self, given: "Number") -> bool:
         """Whether `given` is this number. 40% is 0.4, and 40 where the sign was left out: the question may have asked
         for percent. Known units must agree where both have one."""
         if self.unit and given.unit and self.unit != given.unit:
+            return False
+        if self.power and given.power and self.power != given.power:
             return False
         if self.percent == given.percent:
             return self.value == given.value
@@ -95,7 +99,7 @@ class Number:
 def clean(text: str) -> str:
     r"""The same answer without typography: LaTeX spacing, `\left`, `\text`, `{,}`, dollar signs around it, a full stop."""
     text = text.translate(_SIGNS).replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
-    text = _DEGREES.sub(" degrees ", _TEXT.sub(r" \1 ", _DROPPED.sub(" ", text)))
+    text = _DEGREES.sub(" degrees ", _TEXT.sub(_word, _DROPPED.sub(" ", text)))
     text = text.strip().strip("*").strip()
     for mark in ("$$", "$"):
         if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
@@ -103,6 +107,12 @@ def clean(text: str) -> str:
     for left, right in (("\\(", "\\)"), ("\\[", "\\]")):
         text = text.removeprefix(left).removesuffix(right).strip()
     return text.rstrip(".").strip() if not text.endswith("..") else text
+
+
+def _word(found: re.Match[str]) -> str:
+    """A text's content; a unit of one letter is written out, since outside a text it would be a variable."""
+    content = found.group(1).strip()
+    return f" {_LETTERS.get(content, found.group(1))} "
 
 
 def parse_number(text: str) -> Number | None:
@@ -140,12 +150,12 @@ def parse_number(text: str) -> Number | None:
         percent, rest = True, rest[words.end() :]
     if words := re.match(rf"\s*({'|'.join(SCALES)})s?\b", rest):
         value, rest = value * SCALES[words.group(1)], rest[words.end() :]
+    power = None
     if rest.strip():
-        named = _unit(rest)
-        if named is None or (unit and named in UNITS.values() and named != unit):
+        if (named := _unit(rest)) is None or (unit and named[0] and named[0] != unit):
             return None
-        unit = unit or (named if named in UNITS.values() else None)
-    return Number(sign * value, percent, unit)
+        unit, power = unit or named[0], named[1]
+    return Number(sign * value, percent, unit, power)
 
 
 def _value(text: str) -> tuple[Fraction, str] | None:
@@ -179,18 +189,19 @@ def _decimal(text: str) -> Fraction:
     return Fraction(f"0{digits}" if digits.startswith(".") else digits.rstrip(".") or "0")
 
 
-def _unit(rest: str) -> str | None:
-    """The unit that follows a number, in one spelling; None: what follows is no unit."""
-    attached = not rest[0].isspace()
+def _unit(rest: str) -> tuple[str | None, int | None] | None:
+    """The unit that follows a number, in one spelling where it is known, and its power; None: what follows is none."""
     found = _UNIT.fullmatch(rest)
     if not found:
         return None
     words = re.sub(r"[./^{}23²³'\"-]", " ", found.group(1)).casefold().split()  # noqa: RUF001
     if not words or len(words) > 6 or any(word in _NO_UNITS for word in words):
         return None
-    known = UNITS.get(words[0]) if len(words) == 1 and found.group(1).strip(" .").isalpha() else None
-    if attached and (known is None or len(words[0]) < 2):
+    known = UNITS.get(words[0]) if len(words) == 1 else None
+    if not rest[0].isspace() and (known is None or len(words[0]) < 2):
         return None  # 2x, 5m: a product
     if all(len(word) == 1 for word in words):
         return None  # 5 x, 5 a b
-    return known or found.group(1).strip()
+    raised = re.search(r"(?:\^\s*\{?([23])\}?|([²³]))\s*$", found.group(1))
+    power = None if raised is None else 2 if raised.group(1) == "2" or raised.group(2) == "²" else 3
+    return known, power
