@@ -1,9 +1,10 @@
 r"""The final answer in a completion, as text.
 
 The forms, of which the one that stands last counts: `<answer>..</answer>`, `\boxed{..}` (nested braces; the last box),
-GSM8K's `#### N` and a line `Answer: ..`. Where there is none, a sentence `the answer is ..` will do; the last number of
-the text is the last resort, for tasks that allow it. What a model thinks is not its answer: after `</think>` only what follows is read, and a
-thought that never ends has none. Nothing here backtracks: a hostile text costs time in proportion to its length.
+GSM8K's `#### N`, and a line `Answer: ..`. Where there is none, a sentence `the answer is ..` will do; the last number
+of the text is the last resort, for tasks that allow it. What a model thinks is not its answer: after `</think>` only
+what follows is read, and a thought that never ends has none. Nothing here backtracks: a hostile text costs time in
+proportion to its length.
 """
 
 import re
@@ -18,7 +19,8 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = re.compile(r"\\f?box(?:ed)?\b\s*")
 _HASHES = re.compile(r"####[ \t]*([^\n#]{1,200})")
 _ANSWER_LINE = re.compile(  # at the head of a line, or with a capital: not "to check our answer: .."
-    r"(?:(?im:^[ \t>*#_-]{0,8}(?:(?:the|final|my|so|therefore|thus|correct),?[ \t]{1,3}){0,3}answer)|\b(?:Answer|ANSWER))"
+    r"(?:(?im:^[ \t>*#_-]{0,8}(?:(?:the|final|my|so|therefore|thus|correct),?[ \t]{1,3}){0,3}answer)"
+    r"|\b(?:Answer|ANSWER))"
     r"[ \t]{0,3}(?:\*\*)?[ \t]{0,3}[:：][ \t]{0,3}(?:\*\*)?([^\n]{1,2000})"  # noqa: RUF001
 )
 _SENTENCE = re.compile(r"\banswer[ \t]{1,3}(?:is|equals|=)[ \t]{0,3}:?([^\n]{1,500})", re.IGNORECASE)
@@ -31,9 +33,10 @@ _INLINE = re.compile(r"\$\$?([^$]+)\$|\\\((.+?)\\\)")
 
 def extract(text: str, prose: bool = False) -> str | None:
     """The final answer; None: there is none. `prose`: the last number will do."""
-    text = spoken(text)
-    if text is None:
+    said = spoken(text)
+    if said is None:
         return None
+    text = said
     found = [one for one in (_tags(text), boxed(text), _hashes(text), _line(text)) if one is not None]
     if found:
         return max(found)[1]

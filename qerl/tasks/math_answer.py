@@ -31,7 +31,7 @@ _RELATION = re.compile(r"[<>]|\\(?:le|ge|lt|gt|leq|geq)(?![A-Za-z])")
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?")
 
 _SYMBOLS = {
-    **{"π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup "},
+    **{"π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup "},  # noqa: RUF001
     **{"∩": r"\cap ", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "²": "^2", "³": "^3", "½": r"\frac{1}{2}"},  # noqa: RUF001
     **{"∈": r"\in ", "ℝ": r"\mathbb{R}", "θ": r"\theta ", "−": "-", "–": "-", "±": r"\pm ", "∅": r"\emptyset "},  # noqa: RUF001
     **{"**": "^", "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne "},

@@ -14,7 +14,8 @@ MAX_EXPONENT = 400  # of ten
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
-_POWER = r"(?:[eE]([-+]?\d{1,4})|\s*(?:\*|\\times|\\cdot|x|×|·)\s*10\s*(?:\^|\*\*)\s*\{?\s*([-+]?\d{1,4})\s*\}?)"
+_TIMES = r"\s*(?:\*|\\times|\\cdot|x|×|·)\s*"  # noqa: RUF001
+_POWER = rf"(?:[eE]([-+]?\d{{1,4}})|{_TIMES}10\s*(?:\^|\*\*)\s*\{{?\s*([-+]?\d{{1,4}})\s*\}}?)"
 _SCIENTIFIC = re.compile(rf"({_DECIMAL}){_POWER}?")
 _POWER_OF_TEN = re.compile(r"10\s*(?:\^|\*\*)\s*(?:\{\s*([-+]?\d{1,4})\s*\}|([-+]?\d{1,4}))")
 _RATIO = re.compile(rf"(?:({_DIGITS})\s+)?({_DECIMAL})\s*/\s*({_DECIMAL})")
@@ -97,7 +98,7 @@ class Number:
 
 
 def clean(text: str) -> str:
-    r"""The same answer without typography: LaTeX spacing, `\left`, `\text`, `{,}`, dollar signs around it, a full stop."""
+    r"""The same answer without typography: LaTeX spacing, `\left`, `\text`, `{,}`, dollar signs, a full stop."""
     text = text.translate(_SIGNS).replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
     text = _DEGREES.sub(" degrees ", _TEXT.sub(_word, _DROPPED.sub(" ", text)))
     text = text.strip().strip("*").strip()
@@ -194,7 +195,7 @@ def _unit(rest: str) -> tuple[str | None, int | None] | None:
     found = _UNIT.fullmatch(rest)
     if not found:
         return None
-    words = re.sub(r"[./^{}23²³'\"-]", " ", found.group(1)).casefold().split()  # noqa: RUF001
+    words = re.sub(r"[./^{}23²³'\"-]", " ", found.group(1)).casefold().split()
     if not words or len(words) > 6 or any(word in _NO_UNITS for word in words):
         return None
     known = UNITS.get(words[0]) if len(words) == 1 else None
