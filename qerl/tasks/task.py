@@ -142,7 +142,7 @@ def reasoning_task(name: str, seed: int, eval_size: int, system: str) -> Task:
 
 
 def _hub_task(name: str, data_dir: Path | None, system_prompt: str | None, splits: Sequence[str]) -> Task:
-    """Any data set whose rows have `prompt`; its test split is held out where there is one."""
+    """Any data set whose rows have `prompt`; its test split is held out where `data_dir` has it."""
     train: Sequence[Row] = ()
     test: Sequence[Row] = ()
     if "train" in splits:

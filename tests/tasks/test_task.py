@@ -188,7 +188,7 @@ def test_reasoning_gym_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_unknown_generator() -> None:
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(ValueError, match="no generator 'legs'; it has .*leg_counting"):
+    with pytest.raises(ValueError, match=r"no generator 'legs'; it has .*leg_counting"):
         load_task("reasoning_gym:legs")
 
 
