@@ -142,6 +142,14 @@ class CorrectionConfig(Section):
     cap: float = setting(2.0, "Largest weight.", "factor", gt=0)
 
 
+class CodeConfig(Section):
+    """Rewards that run programs."""
+
+    unsafe: bool = setting(
+        False, "Run them where the system offers no isolation, with limits only. Read docs/sandbox.md.", "true/false"
+    )
+
+
 class ArithmeticConfig(Section):
     """The task `arithmetic`: generated sums."""
 
@@ -164,7 +172,9 @@ class Config(Section):
     output_dir: Path = setting(Path("runs/qerl"), "Folder for everything a run leaves.", "path")
     seed: int = setting(0, "Of data order, sampling, LoRA's start and noise.", "number", ge=0)
 
-    task: str = setting("arithmetic", "Registered task that gives prompts and rewards.", "name")
+    task: str = setting("arithmetic", "Registered task, hub id, or a .jsonl or .parquet file of rows.", "name")
+    data_dir: Path | None = setting(None, "Folder with data sets as files, looked into before the hub.", "path")
+    system_prompt: str | None = setting(None, "In place of the task's own; empty: none.", "text")
     reward_funcs: tuple[str, ...] | None = setting(
         None, "Rewards by registered name or dotted import path; none: the task's own.", "names"
     )
@@ -245,6 +255,7 @@ class Config(Section):
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     correction: CorrectionConfig = CorrectionConfig()
     arithmetic: ArithmeticConfig = ArithmeticConfig()
+    code: CodeConfig = CodeConfig()
     quantize: QuantizeConfig = QuantizeConfig()
 
     @field_validator("dynamic_sampling", mode="before")

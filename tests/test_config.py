@@ -94,7 +94,7 @@ def test_every_setting_is_read_somewhere() -> None:
     code = "\n".join(path.read_text() for path in package.rglob("*.py") if path.name != "config.py")
     for entry in settings(Config()):
         name = entry.key.rpartition(".")[2]
-        sections = "settings|config|calibration|asked|noise|dynamic|dynamic_sampling|correction|arithmetic"
+        sections = "settings|config|calibration|asked|noise|dynamic|dynamic_sampling|correction|arithmetic|code"
         assert re.search(rf"\b({sections})\.{name}\b", code), f"nothing reads {entry.key}"
 
 

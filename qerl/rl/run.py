@@ -1,7 +1,7 @@
 """A run from its configuration: everything checked and built before step 1, trained, and told about at the end."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,10 @@ from qerl.rl.schedule import layer_sigmas
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
 from qerl.tasks.grader import Grader
+from qerl.tasks.prompts import MadeRows
 from qerl.tasks.rewards import RewardFunction, Rewards, import_reward, reward_name
+from qerl.tasks.sandbox import sandbox_available
+from qerl.tasks.shipped import shipped_reward
 from qerl.tasks.task import FROM_PYTHON, task_named
 from qerl.tasks.workers import Workers
 
@@ -162,19 +165,41 @@ def _task(
         raise ValueError("Your own train_dataset needs reward_funcs.")
     task = task_named(config) if train_dataset is None else None
     own = {reward_name(function): function for function in task.rewards} if task else {}
-    found = [own.get(f) or import_reward(f) if isinstance(f, str) else f for f in functions or own.values()]
+    if not functions and not own:
+        raise ValueError(f"The task {config.task} brings no rewards: name some in reward_funcs.")
+    found = [_reward(f, own, config) if isinstance(f, str) else f for f in functions or own.values()]
     graded = any(isinstance(function, Grader) for function in found)
     workers = Workers(config.reward_workers, config.reward_memory_mb) if graded else None
     rewards = Rewards(found, config.reward_weights, workers, config.reward_timeout)
     rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
     rows: Any = task.train if task else train_dataset
     held_out: Any = eval_dataset if eval_dataset is not None else task.test if task else []
+    if task and not len(rows):
+        raise ValueError(f"The task {config.task} is for evaluation only: it has no training rows.")
+    if any(isinstance(f, Grader) and f.path.startswith("qerl.tasks.code:") for f in found):
+        rows, held_out = _code_rows(rows, config), _code_rows(held_out, config)
     for name, data in (("train_dataset", rows), ("eval_dataset", held_out)):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(f"{name} must be a sequence of rows with a length (a list, a datasets.Dataset).")
         if len(data) and "prompt" not in data[0]:
             raise ValueError(f"A row of {name} needs a `prompt` column; this data has {', '.join(data[0])}.")
     return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]
+
+
+def _reward(name: str, own: Mapping[str, RewardFunction | Grader], config: Config) -> RewardFunction | Grader:
+    """A reward by its name: the task's own, a shipped one, or an import path."""
+    return own.get(name) or shipped_reward(name, config.max_completion_length) or import_reward(name)
+
+
+def _code_rows(rows: Any, config: Config) -> Any:
+    """Programs run in a sandbox, or by code.unsafe without; the graders find that in each row."""
+    if config.code.unsafe:
+        return MadeRows(lambda index: dict(rows[index]) | {"_code_unsafe": True}, len(rows))
+    if why := sandbox_available():
+        raise ValueError(
+            f"Rewards that run programs need a sandbox, and there is none here: {why} See docs/sandbox.md."
+        )
+    return rows
 
 
 def _short_enough(

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qerl.tasks.grader import Grader
 from qerl.tasks.sandbox import Limits, run_program
 
 Row = dict[str, Any]
@@ -110,8 +109,3 @@ def _as_text(value: Any) -> str:
 
 def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.strip().splitlines()]
-
-
-MBPP = Grader("code_accuracy", "qerl.tasks.code:mbpp", timeout=30.0)
-HUMANEVAL = Grader("code_accuracy", "qerl.tasks.code:humaneval", timeout=30.0)
-STDIN_STDOUT = Grader("code_accuracy", "qerl.tasks.code:stdin_stdout", timeout=60.0)

@@ -1,7 +1,8 @@
-"""A grader: a function that scores one completion, named so that a worker process can import it.
+"""A grader: a reward that is worked out sample by sample, by an importable function, in a worker process.
 
-It is called as `f(text, row)` with the completion's text and its dataset row, and returns a number, or None where it
-does not apply. It must be pure: workers call it in any order, in any process.
+The function takes a completion's text and the dataset row that it answers, and returns a number, or None where it does
+not apply. It keeps no state, so that any worker may run it, at any time, and a hang or a crash costs one sample. Here
+stands only its name and address: nothing is imported until a worker needs it.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grader:
-    name: str
+    name: str  # in metrics; one with `accuracy` in it is the accuracy reward
     path: str  # "module:function"
-    timeout: float = 5.0  # seconds a sample
+    timeout: float = 5.0  # seconds for a sample

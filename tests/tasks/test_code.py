@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qerl.tasks import code, sandbox, trial
+from qerl.tasks import sandbox, shipped, trial
 from qerl.tasks.code import extract_code, humaneval, mbpp, stdin_stdout
 from qerl.tasks.sandbox import sandbox_available
 
@@ -226,4 +226,8 @@ def test_all_references_score_one_and_altered_ones_nothing():
 def test_the_graders_are_importable_by_their_paths():
     from qerl.tasks.worker import find
 
-    assert [find(g.path) for g in (code.MBPP, code.HUMANEVAL, code.STDIN_STDOUT)] == [mbpp, humaneval, stdin_stdout]
+    assert [find(g.path) for g in (shipped.MBPP, shipped.HUMANEVAL, shipped.PROGRAMS)] == [
+        mbpp,
+        humaneval,
+        stdin_stdout,
+    ]

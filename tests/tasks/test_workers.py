@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qerl.tasks import code
+from qerl.tasks import shipped
 from qerl.tasks.grader import Grader
 from qerl.tasks.sandbox import sandbox_available
 from qerl.tasks.workers import Graded, Workers
@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> bool:
 
 @pytest.mark.skipif(sandbox_available() is not None, reason="no sandbox here")
 def test_hostile_samples_score_nothing_and_the_others_are_graded_rightly():
-    quick = Grader("mbpp", code.MBPP.path, timeout=3.0)
+    quick = Grader("mbpp", shipped.MBPP.path, timeout=3.0)
     good = "```python\ndef add(a, b):\n    return a + b\n```"
     started = time.monotonic()
     with Workers(3) as workers:
@@ -83,10 +83,10 @@ def test_hostile_samples_score_nothing_and_the_others_are_graded_rightly():
             pending.append(workers.submit(PATIENT, str(index), {}))
             expected.append((float(index), None))
         for name, program in HOSTILE_PROGRAMS.items():
-            grader = quick if name in ("infinite loop", "deep recursion") else code.MBPP
+            grader = quick if name in ("infinite loop", "deep recursion") else shipped.MBPP
             pending.append(workers.submit(grader, f"```python\n{program}\n```", ADD))
             expected.append((0.0, "timeout" if grader is quick else None))
-            pending.append(workers.submit(code.MBPP, good, ADD))
+            pending.append(workers.submit(shipped.MBPP, good, ADD))
             expected.append((1.0, None))
         graded = [each.result(timeout=300) for each in pending]
         failures = dict(workers.failures)
@@ -198,7 +198,7 @@ def test_workers_die_with_their_parent(number: signal.Signals):
 def test_a_program_dies_with_its_worker():
     """A worker that is killed at its deadline takes its sandbox with it."""
     with Workers(1) as workers:
-        grader = Grader("mbpp", code.MBPP.path, timeout=2.0)
+        grader = Grader("mbpp", shipped.MBPP.path, timeout=2.0)
         before = programs()
         pending = workers.submit(grader, "while True: pass", ADD)
         assert wait_for(lambda: bool(programs() - before) or pending.done())

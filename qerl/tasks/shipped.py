@@ -1,0 +1,41 @@
+"""The rewards that come with qerl, by the names that `reward_funcs` takes and metrics carry."""
+
+from collections.abc import Callable
+
+from qerl.tasks import shaping
+from qerl.tasks.grader import Grader
+from qerl.tasks.rewards import RewardFunction
+
+Reward = RewardFunction | Grader
+
+MATH = Grader("math_accuracy", "qerl.tasks.math_graders:accuracy")
+GSM8K = Grader("gsm8k_accuracy", "qerl.tasks.math_graders:gsm8k")
+DAPO = Grader("dapo_score", "qerl.tasks.math_graders:dapo")
+COUNTDOWN = Grader("countdown_accuracy", "qerl.tasks.countdown:accuracy")
+REASONING = Grader("reasoning_accuracy", "qerl.tasks.reasoning:accuracy")
+MBPP = Grader("mbpp_accuracy", "qerl.tasks.code:mbpp", timeout=30.0)
+HUMANEVAL = Grader("humaneval_accuracy", "qerl.tasks.code:humaneval", timeout=30.0)
+PROGRAMS = Grader("program_accuracy", "qerl.tasks.code:stdin_stdout", timeout=60.0)
+THINK_FORMAT = Grader("think_format", "qerl.tasks.think_format:soft")
+THINK_FORMAT_STRICT = Grader("think_format_strict", "qerl.tasks.think_format:strict")
+REPETITION = Grader("repetition", "qerl.tasks.shaping:repetition")
+
+GRADERS = {
+    one.name: one
+    for one in (
+        *(MATH, GSM8K, DAPO, COUNTDOWN, REASONING, MBPP, HUMANEVAL, PROGRAMS),
+        *(THINK_FORMAT, THINK_FORMAT_STRICT, REPETITION),
+    )
+}
+# Made for a run's max_completion_length.
+BY_LENGTH: dict[str, Callable[[int], RewardFunction]] = {
+    "soft_overlong": shaping.soft_overlong,
+    "length": shaping.length,
+}
+
+
+def shipped_reward(name: str, max_completion_length: int) -> Reward | None:
+    """The shipped reward of this name; None: there is none."""
+    if name in BY_LENGTH:
+        return BY_LENGTH[name](max_completion_length)
+    return GRADERS.get(name)
