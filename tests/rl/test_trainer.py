@@ -383,7 +383,7 @@ def test_a_run_can_start_from_an_adapter_which_is_then_its_reference(tmp_path: P
 def test_reward_rises(tmp_path: Path) -> None:
     result = qerl.train(
         load_config(
-            default_recipe(), ["max_steps=25", "eval_size=200", "eval_steps=25", f"output_dir={tmp_path / 'run'}"]
+            default_recipe(), ["max_steps=20", "eval_size=200", "eval_steps=20", f"output_dir={tmp_path / 'run'}"]
         )
     )
     assert result.after["eval_accuracy"] >= result.before["eval_accuracy"] + 0.2

@@ -235,7 +235,7 @@ def test_by_configuration() -> None:
     task = task_named(Config(task="arithmetic", eval_size=0))
     assert not task.test
     with pytest.raises(ValueError, match="drop system_prompt"):
-        task_named(Config(), system_prompt="x")
+        task_named(Config(system_prompt="x"))
 
 
 def test_tasks_use_shipped_graders() -> None:
