@@ -19,6 +19,7 @@ from torch import Tensor
 from qerl.model.adapter import load_adapter, save_adapter, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.trained import refresh
+from qerl.quant.partial import flush_folder
 
 ADAPTER, WEIGHTS, OPTIMIZER = "adapter", "weights.safetensors", "optimizer.safetensors"
 STATE, CHECKSUMS = "state.json", "checksums.json"
@@ -59,7 +60,7 @@ def save(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer, state: 
     except OSError:  # a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _flush_folder(folder)
+    flush_folder(folder)
     for old in checkpoints(folder)[:-keep]:
         doomed = old.with_name(f".{old.name}.old")
         old.rename(doomed)  # never a half-deleted one by its name
@@ -166,15 +167,7 @@ def _flush(folder: Path) -> None:
     """Everything below is on disk, not only in the system's cache."""
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
-            _flush_folder(path)
+            flush_folder(path)
         else:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -10,7 +10,7 @@ import yaml
 
 from qerl.config import Config, ConfigError, load_config, settings
 from qerl.metrics import read_metrics
-from qerl.quant.partial import writable
+from qerl.quant.partial import writable, write_text
 from qerl.tasks.task import FROM_PYTHON
 
 METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"
@@ -53,7 +53,7 @@ def cut_back(output: Path, step: int) -> None:
     if path.exists():
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         kept = [line for line, values in zip(lines, read_metrics(path), strict=True) if values["step"] <= step]
-        _replace(path, "".join(f"{line}\n" for line in kept))
+        write_text(path, "".join(f"{line}\n" for line in kept))
     for file in (output / COMPLETIONS).glob("*.parquet*"):
         if file.suffix != ".parquet" or int(file.stem.removeprefix("step-")) > step:
             file.unlink()
@@ -62,7 +62,7 @@ def cut_back(output: Path, step: int) -> None:
 def write_config(config: Config, output: Path) -> None:
     """All settings, as a recipe."""
     with writable(output):
-        _replace(output / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_text(output / CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
 
 
 def resumed_config(output: Path, overrides: Sequence[str]) -> Config:
@@ -85,12 +85,3 @@ def require_same(config: Config, output: Path) -> None:
             f"A resumed run goes on with its own settings; {', '.join(odd)} would make it another run. Start a new one "
             "in another output_dir."
         )
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
