@@ -25,6 +25,11 @@ def say(message: str) -> None:
     log.print(escape(message), highlight=False, soft_wrap=True)
 
 
+def complain(error: Exception) -> None:
+    """What a user can mend, without a traceback."""
+    log.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def byte_progress(what: str) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
     """A bar with GB/s and time left; yields (set the total, add bytes)."""

@@ -1,0 +1,54 @@
+"""The `qerl` command. One file a subcommand, a few lines of wiring each; they are listed here."""
+
+import errno
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from qerl import __version__
+from qerl.cli.bench import bench
+from qerl.cli.generate import chat, generate
+from qerl.cli.quantize import quantize
+from qerl.cli.shapes import memory, random
+from qerl.cli.train import config, train
+from qerl.console import complain, finish
+from qerl.errors import Interrupted
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning for large language models on 4-bit weights.",
+)
+for command in (quantize, train, generate, chat, config, memory, random):
+    app.command()(command)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """Runs the command; what a user can mend ends in a message, not in a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        app()
+    except Interrupted as error:
+        complain(error)
+        sys.exit(130 if isinstance(error.__cause__, KeyboardInterrupt) else 1)
+    except ValueError as error:
+        complain(error)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT):
+            raise
+        complain(ValueError(f"{error.strerror}: {error.filename or 'the disk'}. What was complete is kept."))
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if show:
+        finish({"version": __version__})
+        raise typer.Exit

@@ -1,0 +1,53 @@
+"""`qerl memory` and `qerl random`: models by the name of their shape."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from qerl.console import byte_progress, finish, screen
+
+
+def memory(
+    shapes: Annotated[
+        list[str] | None,
+        typer.Argument(help="Model shapes, as in `qerl random --help`.", show_default="qwen2.5-3b, 7b, 14b, 32b"),
+    ] = None,
+) -> None:
+    """What the weights of a model take in each format, from its shape alone."""
+    from qerl.model.memory import FORMATS, PAPER, weight_bytes
+    from qerl.model.shapes import shape_named
+
+    names = shapes or [f"qwen2.5-{size}" for size in ("3b", "7b", "14b", "32b")]
+    table = Table("GB", *FORMATS, title="Weights in GB (10^9 bytes)")
+    notes, result = Table("figure", "paper", "ours", "what the paper's figure counts"), {}
+    for name in names:
+        weights = {format: weight_bytes(shape_named(name), format) for format in FORMATS}
+        table.add_row(name, *(f"{w.total / 1e9:.2f}" for w in weights.values()))
+        result[name] = {format: w.total / 1e9 for format, w in weights.items()}
+        for format, w in weights.items():
+            if figure := PAPER.get((name, format)):
+                notes.add_row(f"{name} {format}", f"{figure.gigabytes}", f"{figure.ours(w):.2f}", figure.counts)
+    screen.print(table)
+    if notes.row_count:
+        screen.print(notes)
+    finish(result)
+
+
+def random(
+    shape: Annotated[
+        str, typer.Argument(help="tiny, qwen2.5-{0.5b,1.5b,3b,7b,14b,32b}, qwen3-{4b,8b}, llama-3.1-8b, ...")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+) -> None:
+    """Write a 16-bit checkpoint with random weights of a named shape, to try things on."""
+    from qerl.model.random_checkpoint import write_random_checkpoint
+    from qerl.model.shapes import shape_named
+
+    tensors = shape_named(shape).tensors()
+    with byte_progress(f"random {shape}") as (on_plan, on_bytes):
+        on_plan(sum(spec.nbytes for spec in tensors.values()))
+        write_random_checkpoint(shape_named(shape), out, seed, on_bytes)
+    finish({"out": out, "parameters": sum(spec.numel for spec in tensors.values())})

@@ -1,0 +1,49 @@
+"""`qerl train` and `qerl config`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from qerl.cli.words import Overrides, Recipe
+from qerl.config import default_recipe, load_config, settings
+from qerl.console import finish, screen
+
+
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A recipe (YAML), then settings as key=value. Without a recipe: the tiny model on sums, on a CPU.",
+            metavar="[RECIPE] [KEY=VALUE]...",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")] = False,
+) -> None:
+    """Train a model by reinforcement learning. `qerl config` lists all settings."""
+    from qerl.rl.folder import resumed_config
+    from qerl.rl.run import train as run
+
+    recipes = [word for word in words or [] if "=" not in word]
+    overrides = [word for word in words or [] if "=" in word]
+    if len(recipes) > 1:
+        raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")
+    config = load_config(Path(recipes[0]) if recipes else default_recipe(), overrides)
+    if resume:
+        config = resumed_config(config.output_dir, overrides)
+    finish(run(config, resume=resume).summary())
+
+
+def config(overrides: Overrides = None, recipe: Recipe = None) -> None:
+    """Print every setting as it resolves, with its unit and help."""
+    resolved = settings(load_config(recipe, overrides or []))
+    table = Table("key", "value", "unit", "help", title="Settings (changed ones are bold)")
+    table.columns[0].overflow = "fold"
+    for entry in resolved:
+        value = escape(str(entry.value))
+        table.add_row(entry.key, value if entry.value == entry.default else f"[bold]{value}[/]", entry.unit, entry.help)
+    screen.print(table)
+    finish({entry.key: entry.value for entry in resolved})
