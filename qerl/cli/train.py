@@ -1,13 +1,12 @@
 """`qerl train` and `qerl config`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qerl.cli.words import Overrides, Recipe
+from qerl.cli.words import Overrides, Recipe, split_words
 from qerl.config import default_recipe, load_config, settings
 from qerl.console import finish, screen
 
@@ -27,11 +26,8 @@ def train(
     from qerl.rl.folder import resumed_config
     from qerl.rl.run import train as run
 
-    recipes = [word for word in words or [] if "=" not in word]
-    overrides = [word for word in words or [] if "=" in word]
-    if len(recipes) > 1:
-        raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")
-    config = load_config(Path(recipes[0]) if recipes else default_recipe(), overrides)
+    recipe, overrides = split_words(words)
+    config = load_config(recipe or default_recipe(), overrides)
     if resume:
         config = resumed_config(config.output_dir, overrides)
     finish(run(config, resume=resume).summary())

@@ -9,3 +9,11 @@ Recipe = Annotated[Path | None, typer.Option("--recipe", "-r", help="YAML file w
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as key=value, by their dotted keys.", show_default=False)
 ]
+
+
+def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
+    """`[RECIPE] [KEY=VALUE]...` as a recipe, if there is one, and overrides."""
+    recipes = [word for word in words or [] if "=" not in word]
+    if len(recipes) > 1:
+        raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")
+    return (Path(recipes[0]) if recipes else None), [word for word in words or [] if "=" in word]

@@ -72,10 +72,13 @@ def block_bytes(model: Decoder, block_size: int) -> int:
     return 2 * arch.layers * block_size * arch.kv_heads * arch.head_dim * model.dtype.itemsize
 
 
-def blocks_that_fit(model: Decoder, block_size: int, lengths: Iterable[int]) -> int:
-    """Blocks for sequences of these lengths, as many as memory allows. What is free changes: ask once, and record."""
+def blocks_that_fit(model: Decoder, block_size: int, lengths: Iterable[int], reserve: int = 0) -> int:
+    """Blocks for sequences of these lengths, as many as memory allows. What is free changes: ask once, and record.
+
+    reserve: bytes that are free on a GPU now and will not be later, such as the optimizer's.
+    """
     room = CPU_BYTES
     if model.device.type == "cuda":
-        room = int(GPU_SHARE * torch.cuda.mem_get_info(model.device)[0])
+        room = int(GPU_SHARE * max(0, torch.cuda.mem_get_info(model.device)[0] - reserve))
     wanted = sum(-(-length // block_size) for length in lengths)
     return max(1, min(wanted, room // block_bytes(model, block_size)))

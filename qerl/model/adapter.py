@@ -47,7 +47,7 @@ def add_lora(model: Decoder, settings: LoraSettings, seed: int = 0) -> None:
         raise ValueError("The model has an adapter already; load the model anew for another one.")
     if model.embedding.trained is not None:
         raise ValueError("Full training and LoRA exclude each other: load the model anew for LoRA.")
-    chosen = _match(settings.target_modules, [name for name, _, _ in _projections(model)])
+    chosen = match_targets(settings.target_modules, [name for name, _, _ in _projections(model)])
     generator = torch.Generator().manual_seed(seed)
     for name, projection, part in _projections(model):
         if name in chosen:
@@ -165,7 +165,7 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSettings:
 
 def _expected(model: Decoder, settings: LoraSettings) -> dict[str, tuple[int, ...]]:
     """The tensors that an adapter of these settings has for this model."""
-    chosen = _match(settings.target_modules, [name for name, _, _ in _projections(model)])
+    chosen = match_targets(settings.target_modules, [name for name, _, _ in _projections(model)])
     shapes: dict[str, tuple[int, ...]] = {}
     for name, _, part in _projections(model):
         if name in chosen:
@@ -209,7 +209,7 @@ def _tensors(model: Decoder) -> Iterator[tuple[str, Tensor, Any]]:
             yield f"{name}.weight", norm.trained, norm.trained.data.copy_
 
 
-def _match(targets: tuple[str, ...] | str, names: list[str]) -> set[str]:
+def match_targets(targets: tuple[str, ...] | str, names: list[str]) -> set[str]:
     """PEFT's rule: a list holds names or endings of names, a string is a regular expression for the whole name."""
     existing = f"The model has {', '.join(PROJECTIONS)} (full names such as {names[0]})."
     if targets == "all-linear":

@@ -4,11 +4,15 @@ Figures are those of the models' published config.json files.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from qerl.model.architecture import SUPPORTED
+from qerl.quant.checkpoint import read_config
 from qerl.quant.safetensors_io import Spec
+from qerl.tiny import tiny_model_folder
 
 
 @dataclass(frozen=True)
@@ -94,3 +98,61 @@ def shape_named(name: str) -> Shape:
     if name not in SHAPES:
         raise ValueError(f"There is no shape {name!r}; known are {', '.join(SHAPES)}.")
     return SHAPES[name]
+
+
+# Hub ids without -Instruct -> shapes.
+HUB_IDS = {
+    **{f"Qwen/Qwen2.5-{size}B": f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
+    **{f"Qwen/Qwen3-{size}B": f"qwen3-{size}b" for size in ("4", "8")},
+    "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
+    "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
+}
+
+
+def shape_of(model: str) -> Shape:
+    """The shape of a model without a download: of a folder, of a hub id that is known here or was fetched before."""
+    folder = Path(model).expanduser()
+    if model == "tiny" and not folder.is_dir():
+        folder = tiny_model_folder()
+    if folder.is_dir():
+        return _shape_in(folder)
+    if known := HUB_IDS.get(model.removesuffix("-Instruct")):
+        return SHAPES[known]
+    if fetched := _fetched(model):
+        return _shape_in(fetched)
+    raise ValueError(
+        f"The shape of {model} is not known without a download. Name a folder that holds its config.json, or one of "
+        f"{', '.join(HUB_IDS)} (with or without -Instruct)."
+    )
+
+
+def _fetched(model: str) -> Path | None:
+    """Where the hub's cache holds config.json of this id, if it does."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _shape_in(folder: Path) -> Shape:
+    config = read_config(folder)
+    if config.get("model_type") not in SUPPORTED:
+        raise ValueError(
+            f"{folder} holds a model of type {config.get('model_type')!r}; supported: {', '.join(SUPPORTED)}."
+        )
+    heads = config["num_attention_heads"]
+    return Shape(
+        hidden=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        intermediate=config["intermediate_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        vocab=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", False),
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        form=config["model_type"],
+    )

@@ -14,6 +14,7 @@ import torch
 
 from qerl.config import Config
 from qerl.rl.batch import TrainSample
+from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_sequence
 from qerl.rl.update import Tally, Updater
 
 BEGINNING = 5  # steps that a run is compared with
@@ -114,7 +115,7 @@ def preflight(config: Config, updater: Updater) -> dict[str, float]:
     optimizer will hold. Returns tokens, seconds and, on a GPU, peak GB; what does not fit is refused with what
     would."""
     model = updater.model
-    longest = config.max_prompt_length + config.max_completion_length
+    longest = longest_sequence(config)
     if longest > model.arch.max_positions:
         context = model.arch.max_positions
         prompt = min(config.max_prompt_length, context // 2)
@@ -123,8 +124,7 @@ def preflight(config: Config, updater: Updater) -> dict[str, float]:
             f"make {longest} tokens; the model's context is {context}. Write for example max_prompt_length={prompt} "
             f"max_completion_length={context - prompt}."
         )
-    most = longest * config.prompts_per_step * config.num_generations // config.steps_per_generation
-    tokens = max(longest, min(config.micro_batch_tokens, most))
+    tokens = largest_micro_batch(config)
     if model.device.type != "cuda":
         started = time.monotonic()
         _try(config, updater, tokens)
@@ -144,9 +144,9 @@ def preflight(config: Config, updater: Updater) -> dict[str, float]:
 
 
 def optimizer_bytes(config: Config, updater: Updater) -> int:
-    """What AdamW will hold: two moments a weight, in 4 bytes or in one."""
+    """What AdamW will hold."""
     weights: int = sum(p.numel() for p in updater.parameters)
-    return weights * (8 if config.optim == "adamw" else 2)
+    return weights * OPTIMIZER_BYTES[config.optim]
 
 
 def _try(config: Config, updater: Updater, tokens: int) -> None:

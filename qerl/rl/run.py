@@ -24,8 +24,9 @@ from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
-from qerl.rl.guard import preflight
+from qerl.rl.guard import optimizer_bytes, preflight
 from qerl.rl.schedule import layer_sigmas
+from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
 from qerl.tasks.grader import Grader
@@ -35,8 +36,6 @@ from qerl.tasks.sandbox import sandbox_available
 from qerl.tasks.shipped import shipped_reward
 from qerl.tasks.task import FROM_PYTHON, task_named
 from qerl.tasks.workers import Workers
-
-MAX_RUNNING = 256  # sequences that the engine decodes at a time
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def build(
     if resume:
         require_same(config, output)
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
-    total = _total_steps(config, len(rows))
+    total = total_steps(config, len(rows))
     display = Display(total)
     display.say(f"Loading {config.model} as {config.base} ...")
     model, tokenizer, ends = _load(config)
@@ -130,7 +129,7 @@ def build(
         if state.step == total:
             display.say(f"All {total} steps are done. To go on, raise max_steps.")
     cut_back(output, state.step if saved else -1)  # killed before the first checkpoint, a run starts over
-    engine = _engine(config, model, tokenizer, state, len(eval_rows))
+    engine = _engine(config, model, tokenizer, state, len(eval_rows), optimizer_bytes(config, updater))
     trained = sum(p.numel() for p in trained_parameters(model).values())
     display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
     output.mkdir(parents=True, exist_ok=True)
@@ -212,14 +211,6 @@ def _short_enough(
     return kept
 
 
-def _total_steps(config: Config, rows: int) -> int:
-    if config.max_steps > 0:
-        return config.max_steps
-    if config.max_steps == 0:
-        raise ValueError("max_steps is 0: there is nothing to train. Give a number, or -1 to go by num_train_epochs.")
-    return max(1, round(config.num_train_epochs * rows / config.prompts_per_step))
-
-
 def _load(config: Config) -> tuple[Decoder, Any, tuple[int, ...]]:
     """Model with what is trained, tokenizer, stop ids."""
     device = None if config.device == "auto" else config.device
@@ -255,10 +246,9 @@ def _sampling(config: Config, ends: tuple[int, ...]) -> Sampling:
     )
 
 
-def _engine(config: Config, model: Decoder, tokenizer: Any, state: RunState, eval_rows: int) -> Engine:
-    """The block count is found once and recorded in the state."""
-    running = min(MAX_RUNNING, max(config.prompts_per_step * config.num_generations, eval_rows))
+def _engine(config: Config, model: Decoder, tokenizer: Any, state: RunState, eval_rows: int, reserve: int) -> Engine:
+    """The block count is found once and recorded in the state. reserve: what the optimizer will hold."""
+    running = running_sequences(config, eval_rows)
     if not state.cache_blocks:
-        longest = config.max_prompt_length + config.max_completion_length
-        state.cache_blocks = blocks_that_fit(model, BLOCK_SIZE, [longest] * running)
+        state.cache_blocks = blocks_that_fit(model, BLOCK_SIZE, [longest_sequence(config)] * running, reserve)
     return Engine(model, state.cache_blocks, BLOCK_SIZE, max_running=running, tokenizer=tokenizer)

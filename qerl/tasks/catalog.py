@@ -49,6 +49,7 @@ class DataSet:
     overlong: bool = False  # soft overlong punishment besides
     distinct: bool = False  # the same question once
     kept_prompt: str = "source_prompt"  # a column `prompt` of the data set goes on under this name
+    train_rows: int | None = None  # on the hub, for plans made without a download
 
 
 def column(*names: str) -> Callable[[Row], str | None]:
@@ -116,6 +117,7 @@ DATA_SETS = {
     for one in (
         DataSet(
             name="gsm8k",
+            train_rows=7_473,
             columns="question, answer (a solution that ends in `#### N`)",
             train=HubSplit("openai/gsm8k", "train", "main", ("gsm8k_train",)),
             test=HubSplit("openai/gsm8k", "test", "main", ("gsm8k_test",)),
@@ -126,6 +128,7 @@ DATA_SETS = {
         ),
         DataSet(  # 7500 rows on the hub, none of which is in MATH-500
             name="math",
+            train_rows=7_500,
             columns="problem, solution (its last box is the answer), level, type; a local file may have answer",
             train=HubSplit("DigitalLearningGmbH/MATH-lighteval", "train", "default", ("math_train",)),
             test=MATH500,
@@ -136,6 +139,7 @@ DATA_SETS = {
         ),
         DataSet(  # gated: accept its terms on the hub first
             name="bigmath",
+            train_rows=251_122,
             columns="problem, answer, source, domain, llama8b_solve_rate",
             train=HubSplit("SynthLabsAI/Big-Math-RL-Verified", "train", files=("bigmath_train",)),
             test=MATH500,
@@ -146,6 +150,7 @@ DATA_SETS = {
         ),
         DataSet(  # on the hub every problem stands there about a hundred times
             name="dapo-math-17k",
+            train_rows=17_398,
             columns="data_source, prompt (messages with instructions), ability, reward_model.ground_truth, extra_info",
             train=HubSplit("BytedTsinghua-SIA/DAPO-Math-17k", "train", files=("dapo-math-17k_train", "dapo-math-17k")),
             test=AIME24,
@@ -207,6 +212,7 @@ DATA_SETS = {
         ),
         DataSet(  # a local mbpp.jsonl holds all 974; the splits go by task_id, as their authors made them
             name="mbpp",
+            train_rows=374,
             columns="task_id, text, code, test_list, test_setup_code, challenge_test_list",
             train=HubSplit("google-research-datasets/mbpp", "train", "full", ("mbpp_train", "mbpp")),
             test=HubSplit("google-research-datasets/mbpp", "test", "full", ("mbpp_test", "mbpp")),

@@ -72,9 +72,8 @@ def load_task(
     if name.startswith(reasoning.PREFIX):
         system = THINK if system_prompt is None else system_prompt
         return reasoning_task(name.removeprefix(reasoning.PREFIX), seed, eval_size, system)
-    registered = DATA_SETS.get(name) or next((one for one in DATA_SETS.values() if name in _hub_ids(one)), None)
-    if registered is not None:
-        return data_set_task(registered, data_dir, system_prompt, max_completion_length, splits)
+    if (data := registered(name)) is not None:
+        return data_set_task(data, data_dir, system_prompt, max_completion_length, splits)
     if name.endswith(SUFFIXES):
         return Task(own_rows(read_rows(Path(name)), name, system_prompt), (), ())
     if name.count("/") == 1:
@@ -84,6 +83,11 @@ def load_task(
         f"There is no task {name!r}.{f' Did you mean {near[0]}?' if near else ''} Name one of "
         f"{', '.join(task_names())}; a file (.jsonl, .parquet); or a hub id (owner/name)."
     )
+
+
+def registered(name: str) -> DataSet | None:
+    """A registered data set by its name or hub id."""
+    return DATA_SETS.get(name) or next((one for one in DATA_SETS.values() if name in _hub_ids(one)), None)
 
 
 def task_names() -> list[str]:

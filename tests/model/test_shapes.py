@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import transformers
 
 from qerl.model.memory import PAPER, weight_bytes
 from qerl.model.random_checkpoint import write_random_checkpoint
-from qerl.model.shapes import SHAPES, shape_named
+from qerl.model.shapes import SHAPES, shape_named, shape_of
 from qerl.quant.layout import layout_for
 
 
@@ -54,3 +55,12 @@ def test_a_random_checkpoint_loads_in_transformers_and_depends_on_its_seed(tmp_p
 def test_an_unknown_shape_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"qwen2\.5-7b"):
         shape_named("qwen9")
+
+
+def test_a_model_s_shape_is_known_by_hub_id_and_read_from_a_folder(tmp_path: Path) -> None:
+    assert shape_of("Qwen/Qwen2.5-7B-Instruct") == shape_of("Qwen/Qwen2.5-7B") == SHAPES["qwen2.5-7b"]
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-4b"].config()))
+    assert shape_of(str(tmp_path)).tensors() == SHAPES["qwen3-4b"].tensors()
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ValueError, match="mamba"):
+        shape_of(str(tmp_path))

@@ -1,0 +1,30 @@
+"""How large the pieces of a run are, from its settings alone."""
+
+from qerl.config import Config
+
+MAX_RUNNING = 256  # sequences that the engine decodes at a time
+OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2}  # two moments a weight, in 4 bytes or in one
+
+
+def longest_sequence(config: Config) -> int:
+    return config.max_prompt_length + config.max_completion_length
+
+
+def total_steps(config: Config, rows: int) -> int:
+    if config.max_steps > 0:
+        return config.max_steps
+    if config.max_steps == 0:
+        raise ValueError("max_steps is 0: there is nothing to train. Give a number, or -1 to go by num_train_epochs.")
+    return max(1, round(config.num_train_epochs * rows / config.prompts_per_step))
+
+
+def running_sequences(config: Config, eval_rows: int) -> int:
+    """How many the engine decodes at a time, at most."""
+    return min(MAX_RUNNING, max(config.prompts_per_step * config.num_generations, eval_rows))
+
+
+def largest_micro_batch(config: Config) -> int:
+    """Tokens: an update's, up to micro_batch_tokens; but one sequence is never cut."""
+    longest = longest_sequence(config)
+    update = longest * config.prompts_per_step * config.num_generations // config.steps_per_generation
+    return max(longest, min(config.micro_batch_tokens, update))

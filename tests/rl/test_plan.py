@@ -1,0 +1,78 @@
+"""`qerl plan`: counts that a person can check by hand, and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.config import Config, build_config
+from qerl.rl.plan import make_plan
+from qerl.tasks.size import training_rows
+
+
+def config(**changes: object) -> Config:
+    settings = {"model": "Qwen/Qwen2.5-7B-Instruct", "task": "gsm8k", "max_completion_length": 1024}
+    return build_config(settings | changes)
+
+
+def test_counts_follow_from_the_settings() -> None:
+    plan = make_plan(config(prompts_per_step=32, num_generations=8, steps_per_generation=2, num_iterations=3))
+    assert plan.rows == 7473
+    assert plan.steps == round(7473 / 32)
+    assert plan.updates == 6 * plan.steps
+    assert plan.completions_a_step == 256
+    assert plan.sampled_tokens == plan.steps * 256 * 1024
+    assert plan.updated_tokens == plan.steps * 256 * (512 + 1024) * 3
+    assert plan.epochs == pytest.approx(1.0, abs=0.01)
+
+
+def test_data_of_unknown_size_leaves_the_steps_open_unless_they_are_given() -> None:
+    open_ = make_plan(config(task="someone/else"))
+    assert (open_.rows, open_.steps, open_.sampled_tokens) == (None, None, None)
+    given = make_plan(config(task="someone/else", max_steps=10))
+    assert (given.steps, given.epochs) == (10, None)
+
+
+def test_local_data_is_counted(tmp_path: Path) -> None:
+    row = json.dumps({"question": "1 + 1?", "answer": "It is 2.\n#### 2"})
+    (tmp_path / "gsm8k_train.jsonl").write_text(f"{row}\n" * 7)
+    assert training_rows(config(data_dir=tmp_path)) == 7
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    assert training_rows(config(task=str(tmp_path / "own.jsonl"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "someone/unheard-of"}, "not known without a download"),
+        ({"model": "no-such-folder"}, "not known without a download"),
+        ({"task": "gsm9k"}, "Did you mean gsm8k"),
+        ({"task": "math500"}, "evaluation only"),
+        ({"max_steps": 0}, "nothing to train"),
+        ({"lora_target_modules": ["w_proj"]}, "matches nothing"),
+    ],
+)
+def test_what_can_not_be_planned_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(config(**changes))
+
+
+def test_what_does_not_fit_comes_with_a_change_that_does() -> None:
+    wide = make_plan(config(base="bf16", micro_batch_tokens=65536), 40)
+    assert not wide.fits
+    assert wide.advice.startswith("micro_batch_tokens=")
+    key, _, value = wide.advice.partition("=")
+    assert make_plan(config(base="bf16", **{key: int(value)}), 40).fits
+    assert make_plan(config(model="Qwen/Qwen2.5-32B-Instruct", base="bf16"), 60).advice == "base=nvfp4"
+    assert make_plan(config(model="Qwen/Qwen2.5-32B-Instruct"), 8).advice == ""
+
+
+def test_the_command_prints_tables_and_one_line_of_json() -> None:
+    done = CliRunner().invoke(app, ["plan", "model=tiny", "task=countdown", "max_steps=5", "--gpu", "24"])
+    assert done.exit_code == 0, done.output
+    assert "while it samples" in done.stdout
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert (result["steps"], result["fits"], result["gpu_gb"]) == (5, True, 24.0)
+    assert result["memory_gb"]["updating"] >= result["memory_gb"]["weights"]
