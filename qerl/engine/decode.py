@@ -3,81 +3,90 @@
 Nothing in a step looks at the host, so it can be captured in a graph and replayed; several steps go by between looks.
 """
 
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence as Series
 
 import torch
 from torch import Tensor
 
 from qerl.engine.cache import Cache
 from qerl.engine.drawing import Drawing
+from qerl.engine.rows import Rows
 from qerl.engine.sequence import Sequence
-from qerl.kernels.attention import paged_attention
+from qerl.kernels.decode_state import DRAWN, KEY, POSITION, TOKEN, advance, places
+from qerl.kernels.heads import Heads, turned_into_cache
+from qerl.kernels.paged_attention import paged_attention
 from qerl.model.decoder import Decoder
-
-TOKEN, POSITION, DRAWN, KEY, TABLE = 0, 1, 2, 3, 4  # columns of the state
 
 
 class DecodeBatch:
-    """state: int64 [rows, 4 + blocks]: last token, its position, tokens drawn, random numbers' key, block table."""
+    """A row a sequence. numbers int64 [4, rows]: last token, its position, tokens drawn, random numbers' key; table
+    int64 [rows, most_blocks]: its blocks in order, the trash block where it has none."""
 
     def __init__(self, model: Decoder, cache: Cache, rows: int, most_blocks: int, lookahead: int) -> None:
         self.model, self.cache, self.most_blocks = model, cache, most_blocks
         device = model.device
-        self.state = torch.zeros(rows, TABLE + most_blocks, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        self.table = torch.full((rows, most_blocks), cache.trash, dtype=torch.int64, device=device)
+        self.rows = Rows(rows, most_blocks, cache.trash)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # which step since the last look
         self.tokens = torch.zeros(lookahead, rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(2, lookahead, rows, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(rows * model.arch.kv_heads, dtype=torch.int32, device=device)
         self.seen_SV: Tensor | None = None
 
-    def fill(self, sequences: Rows[Sequence], rows: int, blocks: int, drawing: Drawing) -> None:
-        """Bring the sequences' state to the device; rows beyond them write to the trash block."""
-        trash = self.cache.trash
-        host = [
-            [q.last, len(q) - 1, len(q.output), q.key, *q.blocks[:blocks], *[trash] * (blocks - len(q.blocks))]
-            for q in sequences
-        ]
-        host += [[0, 0, 0, 0, *[trash] * blocks]] * (rows - len(host))
-        self.state[:rows, : TABLE + blocks].copy_(torch.tensor(host, dtype=torch.int64))
+    def fill(self, sequences: Series[Sequence], rows: int, drawing: Drawing) -> list[Sequence]:
+        """Bring the sequences' state to the first `rows` rows of the device; returns them in the order of the rows.
+
+        Rows beyond them write to the trash block.
+        """
+        seated = self.rows.seat(sequences)
+        at, blocks = self.rows.changes(rows)
+        empty = [0] * (rows - len(seated))
+        host = [q.last for q in seated] + empty
+        host += [len(q) - 1 for q in seated] + empty
+        host += [len(q.output) for q in seated] + empty
+        host += [q.key for q in seated] + empty
+        sent = torch.tensor(host + at + blocks, dtype=torch.int64).to(self.model.device)
+        numbers, index, held = sent[: 4 * rows], sent[4 * rows : 4 * rows + len(at)], sent[4 * rows + len(at) :]
+        self.numbers[:, :rows].copy_(numbers.view(4, rows))
+        if at:
+            self.table.view(-1).index_copy_(0, index, held)
         self.at.zero_()
         if drawing.penalizes:
             if self.seen_SV is None:
                 self.seen_SV = torch.zeros(
-                    len(self.state), self.model.arch.vocab, dtype=torch.bool, device=self.model.device
+                    len(self.table), self.model.arch.vocab, dtype=torch.bool, device=self.model.device
                 )
-            mark_seen(self.seen_SV[:rows], sequences)
+            mark_seen(self.seen_SV[:rows], seated)
+        return seated
 
     @torch.no_grad()
     def step(self, rows: int, blocks: int, noise: bool, drawing: Drawing) -> None:
         """One token for the first `rows` sequences, whose contexts lie in their first `blocks` blocks."""
-        state, size = self.state[:rows], self.cache.block_size
-        position_S, table_SB = state[:, POSITION], state[:, TABLE : TABLE + blocks]
-        block_S = table_SB.gather(1, (position_S // size)[:, None])[:, 0]
-        place_S = block_S * size + position_S % size
+        size, numbers, table_SB = self.cache.block_size, self.numbers[:, :rows], self.table[:rows, :blocks]
+        position_S = numbers[POSITION]
+        place_S = places(position_S, table_SB, size)
+        scratch, counters = self.cache.scratch, self.counters
 
-        def attend(layer: int, q_SHd: Tensor, k_SGd: Tensor, v_SGd: Tensor) -> Tensor:
-            keys, values = self.cache.keys[layer], self.cache.values[layer]
-            keys[place_S], values[place_S] = k_SGd, v_SGd
-            window = self.model.arch.windows[layer]
-            return paged_attention(q_SHd, keys, values, table_SB, position_S, size, window, self.cache.scratch)
+        def attend(layer: int, heads: Heads) -> Tensor:
+            keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.model.arch.windows[layer]
+            q_SHd = turned_into_cache(heads, keys, values, place_S)
+            return paged_attention(q_SHd, keys, values, table_SB, position_S, size, window, scratch, counters)
 
-        hidden_SD = self.model.run(state[:, TOKEN], position_S, attend, noise)
+        hidden_SD = self.model.run(numbers[TOKEN], position_S, attend, noise)
         seen_SV = self.seen_SV[:rows] if drawing.penalizes and self.seen_SV is not None else None
-        tokens_S, *logprobs = drawing.draw(self.model.logits(hidden_SD), state[:, KEY], state[:, DRAWN], seen_SV)
-        self.tokens[:, :rows].index_copy_(0, self.at, tokens_S[None])
-        self.logprobs[:, :, :rows].index_copy_(1, self.at, torch.stack(logprobs)[:, None])
+        drawn = drawing.draw(self.model.logits(hidden_SD), numbers[KEY], numbers[DRAWN], seen_SV)
+        advance(numbers, self.at, self.tokens[:, :rows], self.logprobs[:, :, :rows], drawn)
         if seen_SV is not None:
-            seen_SV.scatter_(1, tokens_S[:, None], True)
-        state[:, TOKEN] = tokens_S
-        state[:, POSITION : DRAWN + 1] += 1
-        self.at += 1
+            seen_SV.scatter_(1, drawn[0][:, None], True)
 
     def read(self, steps: int, rows: int) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
-        """Tokens, log-probs as drawn and before filters of the steps since `fill`; a list a sequence."""
+        """Tokens, log-probs as drawn and before filters of the steps since `fill`; a list a row."""
         drawn, policy = self.logprobs[:, :steps, :rows].transpose(1, 2).tolist()
         return self.tokens[:steps, :rows].t().tolist(), drawn, policy
 
 
-def mark_seen(seen_SV: Tensor, sequences: Rows[Sequence]) -> None:
+def mark_seen(seen_SV: Tensor, sequences: Series[Sequence]) -> None:
     """Which tokens each sequence holds, prompt included."""
     seen_SV.zero_()
     rows = [i for i, sequence in enumerate(sequences) for _ in range(len(sequence))]

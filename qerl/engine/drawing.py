@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from qerl.kernels.draw import draw
 from qerl.kernels.sample import penalize, sample, uniforms
 from qerl.records import Sampling
 
@@ -20,6 +21,8 @@ class Drawing:
         stops = sampling.stop_ids if sampling.min_tokens else ()
         self.early_stops = torch.tensor(stops, dtype=torch.int64, device=device)
         s = sampling
+        filters = (s.top_k, s.top_p, s.min_p) != (0, 1.0, 0.0)
+        self.plain = not (filters or self.penalizes or stops)  # nothing but a temperature
         # What a captured graph depends on.
         self.key = (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.min_tokens, stops)
 
@@ -32,6 +35,9 @@ class Drawing:
         bool, the tokens it holds, for the repetition penalty.
         """
         s, policy_SV = self.sampling, logits_SV
+        if self.plain:
+            tokens_S, logprob_S = draw(logits_SV, keys_S, drawn_S, s.temperature)
+            return tokens_S, logprob_S, logprob_S
         if self.penalizes:
             assert seen_SV is not None
             logits_SV = penalize(logits_SV, seen_SV, s.repetition_penalty)

@@ -19,18 +19,20 @@ from qerl.records import Completion, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
-Drawn = list[tuple[int, float, float]]  # token, log-prob as drawn, log-prob before filters
+Drawn = tuple[list[int], list[float], list[float]]  # tokens, log-probs as drawn, log-probs before filters
 OnTokens = Callable[[int, int, list[int]], None]  # request, sample, new tokens
 LOOKAHEAD = 8  # decode steps between looks at the host, with graphs
+TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}  # tokens of a step
 
 
 class Engine:
     """Samples from the decoder that the trainer updates; no copy of it. Implements `records.Sampler`.
 
     num_blocks of block_size tokens are the cache, for life: `blocks_that_fit` says how many there is room for.
-    token_budget and max_running bound a step. graphs: capture decode steps (by default on a GPU); lookahead: decode
-    steps between looks at the host (by default 8 with graphs, else 1). A call shares prefixes among its own prompts;
-    with keep_prefixes also those of earlier calls, so that its rounding depends on them.
+    token_budget (by default 8192 on a GPU, 2048 on a CPU) and max_running bound a step. graphs: capture decode steps
+    (by default on a GPU); lookahead: decode steps between looks at the host (by default 8 with graphs, else 1). A call
+    shares prefixes among its own prompts; with keep_prefixes also those of earlier calls, so that its rounding depends
+    on them.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class Engine:
         model: Decoder,
         num_blocks: int,
         block_size: int = 16,
-        token_budget: int = 2048,
+        token_budget: int | None = None,
         max_running: int = 256,
         tokenizer: Any = None,
         graphs: bool | None = None,
@@ -46,6 +48,7 @@ class Engine:
         keep_prefixes: bool = False,
     ) -> None:
         self.keep_prefixes = keep_prefixes
+        token_budget = TOKEN_BUDGET[model.device.type] if token_budget is None else token_budget
         if min(token_budget, max_running, 1 if lookahead is None else lookahead) < 1:
             raise ValueError("token_budget, max_running and lookahead must be at least 1.")
         self.model, self.token_budget, self.max_running = model, token_budget, max_running
@@ -149,20 +152,21 @@ class Engine:
         for source, target in step.copies:
             self.cache.copy_block(source, target)
         if not step.decodes:
-            return {sequence: [drawn] for sequence, drawn in self.runner.run(step, noise, drawing).items()}
+            return self.runner.run(step, noise, drawing)
         sequences = [chunk.sequence for chunk in step.chunks]
-        rows, longest = len(sequences), max(map(len, sequences)) + step.repeats - 1
-        blocks = -(-longest // self.pool.block_size)
-        if self.model.device.type == "cuda":
-            rows, blocks = bucket(rows), bucket(blocks)
-        self.batch.fill(sequences, rows, blocks, drawing)
+        if self.model.device.type == "cuda":  # the kernels read lengths on the device
+            rows, blocks = bucket(len(sequences)), self.batch.most_blocks
+        else:
+            longest = max(map(len, sequences)) + step.repeats - 1
+            rows, blocks = len(sequences), -(-longest // self.pool.block_size)
+        seated = self.batch.fill(sequences, rows, drawing)
         if self.graphs is not None:
-            self.graphs.run(step.repeats, rows, blocks, noise, drawing)
+            self.graphs.run(step.repeats, rows, noise, drawing)
         else:
             for _ in range(step.repeats):
                 self.batch.step(rows, blocks, noise, drawing)
-        drawn = self.batch.read(step.repeats, len(sequences))
-        return {sequence: list(zip(*row, strict=True)) for sequence, *row in zip(sequences, *drawn, strict=True)}
+        drawn = dict(zip(seated, zip(*self.batch.read(step.repeats, len(seated)), strict=True), strict=True))
+        return {sequence: drawn[sequence] for sequence in sequences}
 
     def _add(self, requests: list[Request], sampling: Sampling, scheduler: Scheduler) -> list[tuple[Request, str]]:
         """Queue what can be served; returns the rest with the reasons."""
@@ -202,27 +206,32 @@ class _Ending:
         self.sampling, self.tokenizer = sampling, tokenizer
         self.version, self.noise_id = version, noise_version if sampling.noise else None
         self.stop_ids = frozenset(sampling.stop_ids)
-        self.logprobs: dict[Sequence, list[tuple[float, float]]] = {}
+        self.logprobs: dict[Sequence, tuple[list[float], list[float]]] = {}  # as drawn, before filters
         self.reasons: dict[Sequence, Literal["stop", "length"]] = {}
         # A stop string ends at the last token: only so many of them can hold it (a character may take four).
         self.tail = 16 + 4 * max(map(len, sampling.stop), default=0)
 
     def keep(self, sequence: Sequence, drawn: Drawn) -> list[int]:
         """The tokens up to the sequence's end; what was drawn past it is dropped."""
-        new: list[int] = []
-        logprobs = self.logprobs.setdefault(sequence, [])
-        for token, logprob, policy in drawn:
-            if math.isnan(logprob):
-                raise ValueError("The model gives NaN logits: its weights, adapter or noise are not finite.")
-            new.append(token)
-            logprobs.append((logprob, policy))
-            if token in self.stop_ids or self._has_stop(sequence, new):
-                self.reasons[sequence] = "stop"
-            elif len(logprobs) == sequence.max_tokens:
-                self.reasons[sequence] = "length"
-            if sequence in self.reasons:
-                break
-        return new
+        tokens, logprobs, policy = drawn
+        count, reason = self._end(sequence, tokens)
+        if any(map(math.isnan, logprobs[:count])):
+            raise ValueError("The model gives NaN logits: its weights, adapter or noise are not finite.")
+        kept = self.logprobs.setdefault(sequence, ([], []))
+        kept[0].extend(logprobs[:count])
+        kept[1].extend(policy[:count])
+        if reason is not None:
+            self.reasons[sequence] = reason
+        return tokens[:count]
+
+    def _end(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Literal["stop", "length"] | None]:
+        """How many of the tokens count, and why the sequence ends after them, if it does."""
+        left = sequence.remaining
+        if self.sampling.stop or not self.stop_ids.isdisjoint(tokens):
+            for i, token in enumerate(tokens[:left]):
+                if token in self.stop_ids or self._has_stop(sequence, tokens[: i + 1]):
+                    return i + 1, "stop"
+        return (left, "length") if len(tokens) >= left else (len(tokens), None)
 
     def reason(self, sequence: Sequence) -> Literal["stop", "length"] | None:
         return self.reasons.pop(sequence, None)
@@ -245,14 +254,14 @@ class _Ending:
 
     def completion(self, sequence: Sequence, reason: Literal["stop", "length"]) -> Completion:
         text = self._decode(sequence.output)
-        logprobs, policy = zip(*self.logprobs.pop(sequence), strict=True)
+        logprobs, policy = self.logprobs.pop(sequence)
         return Completion(
             request=sequence.request,
             sample=sequence.sample,
             token_ids=tuple(sequence.output),
             text=text[: self._cut(text)],
-            logprobs=logprobs,
-            policy_logprobs=policy,
+            logprobs=tuple(logprobs),
+            policy_logprobs=tuple(policy),
             finish_reason=reason,
             policy_version=self.version,
             noise_id=self.noise_id,

@@ -1,4 +1,4 @@
-"""Decode steps as captured CUDA graphs, one for each bucket of rows and blocks and each way to draw.
+"""Decode steps as captured CUDA graphs, one for each bucket of rows and each way to draw; contexts may have any length.
 
 A graph holds addresses. Everything it reads is written in place for life (weights, adapter, noise, cache); that this
 still holds is checked before graphs are used again, and what has moved is named.
@@ -41,13 +41,13 @@ class Graphs:
                 "make a new Engine."
             )
 
-    def run(self, steps: int, rows: int, blocks: int, noise: bool, drawing: Drawing) -> None:
+    def run(self, steps: int, rows: int, noise: bool, drawing: Drawing) -> None:
         """So many decode steps in a row, without a look at the host."""
         graphs = self._graphs.setdefault(drawing.key, {})
         self._graphs.move_to_end(drawing.key)
         if len(self._graphs) > WAYS_TO_DRAW:
             self._graphs.popitem(last=False)
-        key = (rows, blocks, noise, self.batch.model.adapter_enabled)
+        key, blocks = (rows, noise, self.batch.model.adapter_enabled), self.batch.most_blocks
         if key not in graphs:
             self.batch.step(rows, blocks, noise, drawing)  # real work, and it warms up what capture must not meet first
             steps -= 1

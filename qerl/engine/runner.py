@@ -1,7 +1,9 @@
 """A step's tokens through the decoder, eagerly: chunks of prompts, and decoding sequences beside them."""
 
+from itertools import accumulate
+
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.engine.cache import Cache
@@ -9,7 +11,9 @@ from qerl.engine.decode import mark_seen
 from qerl.engine.drawing import Drawing
 from qerl.engine.scheduler import Chunk, Step
 from qerl.engine.sequence import Sequence
-from qerl.kernels.attention import paged_attention
+from qerl.kernels.attention import packed_attention
+from qerl.kernels.heads import Heads, turned_into_cache
+from qerl.kernels.paged_attention import paged_attention
 from qerl.model.decoder import Decoder
 
 
@@ -20,14 +24,16 @@ class Runner:
         self.model, self.cache = model, cache
 
     @torch.no_grad()
-    def run(self, step: Step, noise: bool, drawing: Drawing) -> dict[Sequence, tuple[int, float, float]]:
+    def run(
+        self, step: Step, noise: bool, drawing: Drawing
+    ) -> dict[Sequence, tuple[list[int], list[float], list[float]]]:
         """For each sequence whose chunk samples: its next token, log-prob as drawn, log-prob before filters."""
         device = self.model.device
         # Single tokens first: they are attended in one batch.
         chunks = sorted(step.chunks, key=lambda chunk: chunk.count > 1)
         ids = [t for chunk in chunks for t in chunk.sequence.tokens(chunk.start, chunk.start + chunk.count)]
-        positions = [p for chunk in chunks for p in range(chunk.start, chunk.start + chunk.count)]
-        attention = _MixedAttention(self, chunks, torch.tensor(positions, device=device))
+        positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks])
+        attention = _MixedAttention(self, chunks, torch.from_numpy(positions).to(device))
         hidden_TD = self.model.run(torch.tensor(ids, device=device), attention.positions_T, attention, noise)
         sampling, ends, total = [], [], 0
         for chunk in chunks:
@@ -45,48 +51,51 @@ class Runner:
             mark_seen(seen_SV, sampling)
         logits_SV = self.model.logits(hidden_TD[torch.tensor(ends, device=device)])
         drawn = (values.tolist() for values in drawing.draw(logits_SV, keys_S, drawn_S, seen_SV))
-        return dict(zip(sampling, zip(*drawn, strict=True), strict=True))
+        return {sequence: ([t], [p], [q]) for sequence, t, p, q in zip(sampling, *drawn, strict=True)}
 
-    def places(self, chunk: Chunk, start: int) -> list[int]:
+    def places(self, chunk: Chunk, start: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Where the sequence's tokens lie, from `start` to the chunk's end."""
-        size, blocks = self.cache.block_size, chunk.sequence.blocks
-        return [blocks[at // size] * size + at % size for at in range(start, chunk.start + chunk.count)]
+        size, at = self.cache.block_size, np.arange(start, chunk.start + chunk.count)
+        blocks = np.array(chunk.sequence.blocks[: (chunk.start + chunk.count - 1) // size + 1], dtype=np.int64)
+        found: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks[at // size] * size + at % size
+        return found
 
 
 class _MixedAttention:
-    """attend(layer, q, k, v) for one step: its single tokens in one batch, then each longer chunk."""
+    """attend(layer, heads) for one step: its single tokens in one batch, then all longer chunks in another."""
 
     def __init__(self, runner: Runner, chunks: list[Chunk], positions_T: Tensor) -> None:
         self.cache, self.windows, self.positions_T = runner.cache, runner.model.arch.windows, positions_T
         device, size = positions_T.device, runner.cache.block_size
         self.singles = sum(chunk.count == 1 for chunk in chunks)
-        self.longer = chunks[self.singles :]
-        self.written_T = torch.tensor([p for chunk in chunks for p in runner.places(chunk, chunk.start)], device=device)
-        self.contexts = [torch.tensor(runner.places(chunk, 0), device=device) for chunk in self.longer]
-        if self.singles:
-            single = chunks[: self.singles]
+        single, longer = chunks[: self.singles], chunks[self.singles :]
+        written = np.concatenate([runner.places(chunk, chunk.start) for chunk in chunks])
+        self.written_T = torch.from_numpy(written).to(device)
+        if single:
             longest = max(chunk.start for chunk in single) // size + 1  # in blocks
             tables = [chunk.sequence.blocks[:longest] for chunk in single]
             padded = [table + [self.cache.trash] * (longest - len(table)) for table in tables]
             self.table_SB = torch.tensor(padded, device=device)
+        self.lengths = tuple(chunk.count for chunk in longer)
+        if longer:  # their keys and values, from the first position on, are gathered from the cache
+            self.context_K = torch.from_numpy(np.concatenate([runner.places(chunk, 0) for chunk in longer])).to(device)
+            self.key_lengths = tuple(chunk.start + chunk.count for chunk in longer)
+            self.bounds, self.key_bounds = (
+                torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+                for lengths in (self.lengths, self.key_lengths)
+            )
 
-    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
         keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.windows[layer]
-        keys[self.written_T] = k_TGd
-        values[self.written_T] = v_TGd
-        parts, start = [], self.singles
-        if self.singles:
-            q_SHd, position_S, size = q_THd[:start], self.positions_T[:start], self.cache.block_size
+        q_THd = turned_into_cache(heads, keys, values, self.written_T)
+        parts, single = [], self.singles
+        if single:
+            q_SHd, position_S, size = q_THd[:single], self.positions_T[:single], self.cache.block_size
             parts.append(
                 paged_attention(q_SHd, keys, values, self.table_SB, position_S, size, window, self.cache.scratch)
             )
-        for chunk, context in zip(self.longer, self.contexts, strict=True):
-            rows = slice(start, start + chunk.count)
-            q = q_THd[rows].transpose(0, 1)[None]
-            k, v = (cache[context].transpose(0, 1)[None] for cache in (keys, values))
-            distance = self.positions_T[rows, None] - torch.arange(len(context), device=q.device)
-            seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1))
-            start += chunk.count
-        return torch.cat(parts)
+        if self.lengths:
+            k_KGd, v_KGd = keys[self.context_K], values[self.context_K]
+            ends, lengths = (self.bounds, self.key_bounds), (self.lengths, self.key_lengths)
+            parts.append(packed_attention(q_THd[single:], k_KGd, v_KGd, ends, lengths, window))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -79,12 +79,13 @@ class Scheduler:
         """The next step; never empty while there is work."""
         budget = self.token_budget
         chunks: dict[Sequence, Chunk] = {}
+        preemptions = self.preemptions
         decoding = [s for s in self.running if s.computed == len(s) - 1]
         prefilling = [s for s in self.running if s.computed < len(s) - 1]
         for sequence in (*decoding, *prefilling):
             if budget == 0:
                 break
-            if sequence not in self.running:  # preempted by an older one just now
+            if self.preemptions > preemptions and sequence not in self.running:  # an older one preempted it just now
                 continue
             count = min(len(sequence) - sequence.computed, budget)
             if self._reserve(sequence, sequence.computed + count, chunks):

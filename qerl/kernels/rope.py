@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qerl.kernels.choice import fused
+
 SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
@@ -65,7 +67,17 @@ def _yarn(wavelengths: Tensor, dim: int, p: dict[str, Any], max_positions: int) 
 
 
 def rope_tables(positions_T: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, d], computed in float32, in the dtype of the heads they will turn."""
+    """int64 positions -> cos and sin [T, 1, d], computed in float32, in the dtype of the heads they will turn."""
+    if fused(positions_T, frequencies):
+        from qerl.kernels.gpu import rope as gpu
+
+        return gpu.rope_tables(positions_T, frequencies, factor, dtype)
+    return rope_tables_reference(positions_T, frequencies, factor, dtype)
+
+
+def rope_tables_reference(
+    positions_T: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     angles = positions_T.to(torch.float32)[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

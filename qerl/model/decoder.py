@@ -16,10 +16,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qerl.kernels.attention import packed_attention
+from qerl.kernels.heads import Heads, turned
 from qerl.kernels.logprob import float32_product, logprob
 from qerl.kernels.rope import rope_frequencies, rope_tables
 from qerl.model.architecture import Architecture
-from qerl.model.layers import Attend, Block, DenseWeight, LoraSettings, Mode, Projection, QuantizedWeight, RMSNorm
+from qerl.model.layers import (
+    Attend,
+    Block,
+    DenseWeight,
+    LoraSettings,
+    Mode,
+    Projection,
+    QuantizedWeight,
+    RMSNorm,
+    Tables,
+)
 from qerl.model.packing import Packed
 
 
@@ -60,8 +71,8 @@ class Decoder(nn.Module):
     def forward(self, packed: Packed, noise: bool = False, recompute: bool = False) -> Tensor:
         """Hidden states after the final norm, [T, D]. recompute: keep only each block's input for the backward pass."""
 
-        def attend(layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-            return packed_attention(q_THd, k_TGd, v_TGd, packed.bounds_S1, packed.lengths, self.arch.windows[layer])
+        def attend(layer: int, heads: Heads) -> Tensor:
+            return packed_attention(*turned(heads), packed.bounds_S1, packed.lengths, self.arch.windows[layer])
 
         if not isinstance(packed, Packed):
             raise ValueError("A forward takes packed sequences: model(pack([ids, ...], model.device)).")
@@ -75,26 +86,27 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """The same with any attention: ids_T and positions_T int64 -> [T, D]."""
         mode = Mode(self.adapter_enabled, noise)
-        x_TD = F.embedding(ids_T, self.embedding.read())
-        cos, sin = rope_tables(positions_T, self.rope_frequencies, self.rope_factor, self.dtype)
+        x_TD, delta_TD = F.embedding(ids_T, self.embedding.read()), None
+        tables = rope_tables(positions_T, self.rope_frequencies, self.rope_factor, self.dtype)
         for block in self.blocks:
             if recompute and torch.is_grad_enabled():
-                guarded = partial(self._same_noise, block, self.noise_version)
-                x_TD = checkpoint(guarded, x_TD, cos, sin, attend, mode, use_reentrant=False)
+                whole = partial(self._whole, block, self.noise_version)
+                x_TD = checkpoint(whole, x_TD, tables, attend, mode, use_reentrant=False)
             else:
-                x_TD = block(x_TD, cos, sin, attend, mode)
-        out: Tensor = self.norm(x_TD, mode)
+                x_TD, delta_TD = block(x_TD, delta_TD, tables, attend, mode)
+        out: Tensor = self.norm(x_TD, delta_TD, mode)[1]
         return out
 
-    def _same_noise(
-        self, block: nn.Module, version: int, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mode: Mode
+    def _whole(
+        self, block: nn.Module, version: int, x_TD: Tensor, tables: Tables, attend: Attend, mode: Mode
     ) -> Tensor:
-        """A block that is run again in the backward pass must see the noise of its forward."""
+        """A block with its last addition, so that one tensor is kept; run again, it must see its forward's noise."""
         if mode.noise and version != self.noise_version:
             raise ValueError(
                 "Noise changed between a forward with recompute=True and its backward; draw it afterwards."
             )
-        out: Tensor = block(x_TD, cos, sin, attend, mode)
+        x_TD, delta_TD = block(x_TD, None, tables, attend, mode)
+        out: Tensor = x_TD + delta_TD
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -8,16 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qerl.kernels.heads import Heads
 from qerl.kernels.quant_linear import quant_linear
-from qerl.kernels.rms_norm import rms_norm
-from qerl.kernels.rope import rope
+from qerl.kernels.rms_norm import add_rms_norm, rms_norm
 from qerl.kernels.swiglu import swiglu
-from qerl.model.architecture import PROJECTIONS, QKV, Architecture
+from qerl.model.architecture import PROJECTIONS, Architecture
 from qerl.model.trained import Trained
 from qerl.quant.layout import Quantized, dequantize_into
 
-# attend(layer, q [T, H, d], k [T, G, d], v [T, G, d]) -> [T, H, d]. Packed sequences and a paged cache bring their own.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# attend(layer, heads not yet turned) -> [T, H, d]. Packed sequences and a paged cache bring their own.
+Attend = Callable[[int, Heads], Tensor]
+Tables = tuple[Tensor, Tensor]  # cos and sin of the tokens' positions
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,15 @@ class RMSNorm(nn.Module):
         self.trained: nn.Parameter | None = None
         self.noise_D = torch.zeros_like(self.weight_D) if takes_noise else None
 
-    def forward(self, x: Tensor, mode: Mode) -> Tensor:
-        weight_D = self.trained if self.trained is not None and mode.adapter else self.weight_D
-        return rms_norm(x, weight_D, self.eps, self.noise_D if mode.noise else None)
+    def gain(self, mode: Mode) -> Tensor:
+        return self.trained if self.trained is not None and mode.adapter else self.weight_D
+
+    def forward(self, x: Tensor, delta: Tensor | None, mode: Mode) -> tuple[Tensor, Tensor]:
+        """x + delta (x itself where delta is None), and its norm."""
+        noise_D = self.noise_D if mode.noise else None
+        if delta is None:
+            return x, rms_norm(x, self.gain(mode), self.eps, noise_D)
+        return add_rms_norm(x, delta, self.gain(mode), self.eps, noise_D)
 
     def train_gain(self) -> None:
         """The arithmetic is float32 anyway, so forwards read the trained gain itself."""
@@ -174,12 +181,11 @@ class Attention(nn.Module):
         super().__init__()
         self.arch, self.layer, self.qkv, self.o, self.q_norm, self.k_norm = arch, layer, qkv, o, q_norm, k_norm
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mode: Mode) -> Tensor:
-        q, k, v = self.qkv(x_TD, mode).split([self.arch.outputs(name) for name in QKV], dim=-1)
-        q_THd, k_TGd, v_TGd = (part.unflatten(-1, (-1, self.arch.head_dim)) for part in (q, k, v))
+    def forward(self, x_TD: Tensor, tables: Tables, attend: Attend, mode: Mode) -> Tensor:
+        counts, gains, eps = (self.arch.heads, self.arch.kv_heads), None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            q_THd, k_TGd = self.q_norm(q_THd, mode), self.k_norm(k_TGd, mode)
-        out = attend(self.layer, rope(q_THd, cos, sin), rope(k_TGd, cos, sin), v_TGd)
+            gains, eps = (self.q_norm.gain(mode), self.k_norm.gain(mode)), self.q_norm.eps
+        out = attend(self.layer, Heads(self.qkv(x_TD, mode), counts, *tables, gains, eps))
         projected: Tensor = self.o(out.flatten(-2), mode)
         return projected
 
@@ -195,14 +201,19 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """A decoder block. Only these two norms take noise: the first feeds q, k, v, the second gate and up."""
+    """A decoder block. Only these two norms take noise: the first feeds q, k, v, the second gate and up.
+
+    What a block adds last is handed on beside x, not yet added: the norm that follows does both in one operation.
+    """
 
     def __init__(self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, mlp: Mlp) -> None:
         super().__init__()
         self.input_norm, self.attention = input_norm, attention
         self.post_attention_norm, self.mlp = post_attention_norm, mlp
 
-    def forward(self, x_TD: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mode: Mode) -> Tensor:
-        x_TD = x_TD + self.attention(self.input_norm(x_TD, mode), cos, sin, attend, mode)
-        out: Tensor = x_TD + self.mlp(self.post_attention_norm(x_TD, mode), mode)
-        return out
+    def forward(
+        self, x_TD: Tensor, delta_TD: Tensor | None, tables: Tables, attend: Attend, mode: Mode
+    ) -> tuple[Tensor, Tensor]:
+        x_TD, normed_TD = self.input_norm(x_TD, delta_TD, mode)
+        x_TD, normed_TD = self.post_attention_norm(x_TD, self.attention(normed_TD, tables, attend, mode), mode)
+        return x_TD, self.mlp(normed_TD, mode)

@@ -1,0 +1,102 @@
+"""Two launches: the peak and the sum of each chunk of each row; then a program a row that finds chunk and token.
+
+Sums are float64, so that the token is the reference's but for ties within rounding. NaN in a row's logits comes out as
+a NaN log-prob, with some token of the vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.gpu.launch import early, wait
+
+CHUNK = 4096
+
+
+@triton.jit
+def _chunk_sums(
+    logits, peaks, sums, best, stride, vocab, inverse, CHUNK: tl.constexpr, GREEDY: tl.constexpr, EARLY: tl.constexpr
+):
+    wait(EARLY)
+    row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    z = tl.load(logits + row * stride + at, mask=at < vocab, other=float("-inf")) * inverse
+    peak = tl.max(z, 0)
+    to = row * chunks + chunk
+    tl.store(peaks + to, peak)
+    tl.store(sums + to, tl.sum(tl.exp(z - tl.where(peak == float("-inf"), 0.0, peak)).to(tl.float64), 0))
+    if GREEDY:
+        largest = tl.min(tl.where(z == peak, at, vocab - 1), 0)  # the first of equals; NaN equals nothing
+        tl.store(best + to, largest)
+
+
+@triton.jit
+def _uniform(key, number):
+    """The last round of the hash, as `sample.uniforms` has it."""
+    state = (key + number).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    state = state ^ (state >> 31)
+    return (state >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
+
+
+@triton.jit(do_not_specialize=["key_stride", "drawn_stride"])
+def _pick(
+    logits, peaks, sums, best, keys, drawn, tokens, logprobs, stride, key_stride, drawn_stride, vocab, chunks, inverse,
+    CHUNK: tl.constexpr, MOST: tl.constexpr, GREEDY: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    which = tl.arange(0, MOST)
+    there = which < chunks
+    peak_of = tl.load(peaks + row * chunks + which, mask=there, other=float("-inf"))
+    sum_of = tl.load(sums + row * chunks + which, mask=there, other=0.0)
+    peak = tl.max(peak_of, 0)
+    weight = sum_of * tl.exp(peak_of - peak).to(tl.float64)
+    running = tl.cumsum(weight, 0)
+    total = tl.sum(tl.where(which == MOST - 1, running, 0.0), 0)
+    level = peak + tl.log(total.to(tl.float32))
+    if GREEDY:
+        chunk = tl.min(tl.where(peak_of == peak, which, MOST - 1), 0)
+        token = tl.load(best + row * chunks + tl.minimum(chunk, chunks - 1))
+        tl.store(logprobs + row, peak - level)
+    else:
+        number = _uniform(tl.load(keys + row * key_stride), tl.load(drawn + row * drawn_stride))
+        mark = number * total
+        # Where rounding leaves nothing beyond the mark: the last that can be drawn.
+        chunk = tl.min(tl.where(running > mark, which, MOST), 0)
+        chunk = tl.where(chunk == MOST, tl.max(tl.where(weight > 0, which, 0), 0), chunk)
+        before = tl.sum(tl.where(which == chunk - 1, running, 0.0), 0)
+        own = tl.sum(tl.where(which == chunk, peak_of, 0.0), 0)
+        own = tl.where(own == float("-inf"), 0.0, own)
+        at = tl.arange(0, CHUNK)
+        inside = chunk * CHUNK + at < vocab
+        z = tl.load(logits + row * stride + chunk * CHUNK + at, mask=inside, other=float("-inf")) * inverse
+        p = tl.exp(z - own).to(tl.float64)
+        rest = (mark - before) / tl.exp(own - peak).to(tl.float64)
+        place = tl.min(tl.where(tl.cumsum(p, 0) > rest, at, CHUNK), 0)
+        place = tl.where(place == CHUNK, tl.max(tl.where(p > 0, at, 0), 0), place)
+        token = tl.minimum(chunk * CHUNK + place, vocab - 1)
+        tl.store(logprobs + row, tl.sum(tl.where(at == place, z, 0.0), 0) - level)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+def draw(logits_SV: Tensor, keys_S: Tensor, drawn_S: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    rows, vocab = logits_SV.shape
+    assert logits_SV.stride(1) == 1, "a row of logits must be contiguous"
+    chunks, device, greedy = triton.cdiv(vocab, CHUNK), logits_SV.device, temperature == 0
+    peaks = torch.empty(rows, chunks, dtype=torch.float32, device=device)
+    sums = torch.empty(rows, chunks, dtype=torch.float64, device=device)
+    best = torch.empty(rows, chunks, dtype=torch.int32, device=device) if greedy else None
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    inverse = 1.0 if greedy else 1.0 / temperature
+    options = {"CHUNK": CHUNK, "GREEDY": greedy, "num_warps": 8, **early(logits_SV)}
+    _chunk_sums[(rows, chunks)](logits_SV, peaks, sums, best, logits_SV.stride(0), vocab, inverse, **options)
+    _pick[(rows,)](
+        logits_SV, peaks, sums, best, keys_S, drawn_S, tokens, logprobs,
+        logits_SV.stride(0), keys_S.stride(0), drawn_S.stride(0), vocab, chunks, inverse,
+        MOST=triton.next_power_of_2(chunks), **options,
+    )  # fmt: skip
+    return tokens, logprobs

@@ -1,0 +1,79 @@
+"""Norm and rope of the heads and the cache's two writes in one launch.
+
+Rounded where PyTorch rounds (after the norm, after each product), so that sampler and trainer agree.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.gpu.launch import early, wait
+
+if TYPE_CHECKING:
+    from qerl.kernels.heads import Heads
+
+
+@triton.jit
+def _rounded(x, like):
+    return x.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _turn(
+    qkv, cos, sin, q_gain, k_gain, out, keys, values, places, qkv_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = at < HALF
+    mask = (head < H + 2 * G) & inside
+    source = qkv + row * qkv_stride + head * (2 * HALF) + at
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    is_q, is_k, is_v = head < H, (head >= H) & (head < H + G), head >= H + G
+    x, y = first, second
+    if NORMS:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
+        q_first, q_second = tl.load(q_gain + at, inside, 0.0), tl.load(q_gain + HALF + at, inside, 0.0)
+        k_first, k_second = tl.load(k_gain + at, inside, 0.0), tl.load(k_gain + HALF + at, inside, 0.0)
+        x = _rounded(tl.where(is_q, q_first, k_first) * (x * scale), out)
+        y = _rounded(tl.where(is_q, q_second, k_second) * (y * scale), out)
+    c = tl.load(cos + row * 2 * HALF + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * 2 * HALF + at, mask=inside, other=0.0).to(tl.float32)
+    low = tl.where(is_v, first, _rounded(x * c, out) - _rounded(y * s, out)).to(out.dtype.element_ty)
+    high = tl.where(is_v, second, _rounded(y * c, out) + _rounded(x * s, out)).to(out.dtype.element_ty)
+    to_q = out + (row * H + head) * (2 * HALF) + at
+    tl.store(to_q, low, mask=mask & is_q)
+    tl.store(to_q + HALF, high, mask=mask & is_q)
+    place = tl.load(places + row)
+    to_k = keys + (place * G + head - H) * (2 * HALF) + at
+    tl.store(to_k, low, mask=mask & is_k)
+    tl.store(to_k + HALF, high, mask=mask & is_k)
+    to_v = values + (place * G + head - H - G) * (2 * HALF) + at
+    tl.store(to_v, low, mask=mask & is_v)
+    tl.store(to_v + HALF, high, mask=mask & is_v)
+
+
+def turned_into_cache(heads: "Heads", keys_PGd: Tensor, values_PGd: Tensor, places_T: Tensor) -> Tensor:
+    qkv, (h, g), (tokens, _, d) = heads.qkv_TN, heads.counts, heads.cos.shape
+    assert qkv.stride(1) == 1, "a row of qkv must be contiguous"
+    assert heads.cos.is_contiguous(), "tables must be contiguous"
+    assert heads.sin.is_contiguous(), "tables must be contiguous"
+    assert keys_PGd.is_contiguous(), "keys must be contiguous"
+    assert values_PGd.is_contiguous(), "values must be contiguous"
+    assert places_T.is_contiguous(), "places must be contiguous"
+    out = torch.empty(tokens, h, d, dtype=qkv.dtype, device=qkv.device)
+    q_gain, k_gain = heads.gains or (None, None)
+    each = 4 if tokens <= 64 else 16  # heads to a program: few where there are few programs
+    _turn[(tokens, triton.cdiv(h + 2 * g, each))](
+        qkv, heads.cos, heads.sin, q_gain, k_gain, out, keys_PGd, values_PGd, places_T, qkv.stride(0), heads.eps,
+        H=h, G=g, HALF=d // 2, HEADS=each, BLOCK=triton.next_power_of_2(d // 2),
+        NORMS=heads.gains is not None, num_warps=2 if each == 4 else 4, **early(qkv),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,143 @@
+"""A program takes one sequence's share of one key/value head's context, for all query heads that share the head.
+
+The grid is (sequences, key/value heads, splits). Shares are equal, in whole tiles; a program whose share is empty ends
+at once. Where a sequence has more than one share, each leaves its peak, sum and weighted values in float32, and the
+last to finish, told by a counter, adds them up in the order of the shares: the result is the same every time.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.gpu.launch import early, processors, wait
+
+TILE = 64  # tokens at a time
+MOST_SPLITS = 32
+PROGRAMS = 4  # wanted on each processor
+
+
+@triton.jit(do_not_specialize=["table_stride", "position_stride", "window"])
+def _attend(
+    q, keys, values, table, position, out, partial, stats, counters,
+    scale, window, table_stride, position_stride,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    sequence, head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    end = tl.load(position + sequence.to(tl.int64) * position_stride).to(tl.int32) + 1
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(end - window, 0)
+    share = tl.cdiv(tl.cdiv(end - begin, splits), TILE) * TILE
+    shares = tl.cdiv(end - begin, share)
+    if split >= shares:
+        return
+    first = begin + split * share
+    last = tl.minimum(first + share, end)
+
+    row, dim, token = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    at_q = ((sequence * G + head) * GROUP + row).to(tl.int64)[:, None] * D + dim[None, :]
+    in_q = (row < GROUP)[:, None] & (dim < D)[None, :]
+    query = tl.load(q + at_q, mask=in_q, other=0.0)
+    if WIDE:
+        query = query.to(tl.float32)
+    blocks = table + sequence.to(tl.int64) * table_stride
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(first, last, TILE):
+        at = start + token
+        seen = at < last
+        place = tl.load(blocks + at // BLOCK_SIZE, mask=seen, other=0).to(tl.int64) * BLOCK_SIZE + at % BLOCK_SIZE
+        offset = (place * G + head)[:, None] * D + dim[None, :]
+        inside = seen[:, None] & (dim < D)[None, :]
+        k = tl.load(keys + offset, mask=inside, other=0.0)
+        if WIDE:
+            k = k.to(tl.float32)
+        score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale  # in units of log2
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        mass = mass * shrink + tl.sum(p, 1)
+        v = tl.load(values + offset, mask=inside, other=0.0)
+        if WIDE:
+            v = v.to(tl.float32)
+        weighted = weighted * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        peak = higher
+
+    if shares == 1:
+        tl.store(out + at_q, (weighted / mass[:, None]).to(out.dtype.element_ty), mask=in_q)
+    else:
+        pair = sequence * G + head
+        base = (pair * splits).to(tl.int64)
+        at_part = row[:, None] * WIDTH + dim[None, :]
+        tl.store(partial + (base + split) * ROWS * WIDTH + at_part, weighted, mask=in_q)
+        tl.store(stats + (base + split) * 2 * ROWS + row, peak)
+        tl.store(stats + (base + split) * 2 * ROWS + ROWS + row, mass)
+        tl.debug_barrier()  # all threads have written before the count says so
+        before = tl.atomic_add(counters + pair, 1, sem="acq_rel")
+        if before == shares - 1:
+            other = tl.arange(0, MOST)[:, None]
+            there = stats + (base + other) * 2 * ROWS + row[None, :]
+            peaks = tl.load(there, mask=other < shares, other=float("-inf"), cache_modifier=".cg")
+            masses = tl.load(there + ROWS, mask=other < shares, other=0.0, cache_modifier=".cg")
+            top = tl.max(peaks, 0)
+            total = tl.sum(tl.exp2(peaks - top[None, :]) * masses, 0)
+            whole = tl.zeros([ROWS, WIDTH], tl.float32)
+            for i in range(0, shares):
+                height = tl.load(stats + (base + i) * 2 * ROWS + row, cache_modifier=".cg")
+                part = partial + (base + i) * ROWS * WIDTH + at_part
+                whole += tl.exp2(height - top)[:, None] * tl.load(part, mask=in_q, other=0.0, cache_modifier=".cg")
+            tl.store(out + at_q, (whole / total[:, None]).to(out.dtype.element_ty), mask=in_q)
+            tl.store(counters + pair, 0)
+
+
+def paged_attention(
+    q_SHd: Tensor,
+    keys_PGd: Tensor,
+    values_PGd: Tensor,
+    table_SB: Tensor,
+    position_S: Tensor,
+    block_size: int,
+    window: int | None = None,
+    splits: int | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Arguments as of the public function; splits: programs for a sequence's context, by default by what is free."""
+    (sequences, h, d), g = q_SHd.shape, keys_PGd.shape[1]
+    assert q_SHd.is_contiguous(), "q must be contiguous"
+    assert keys_PGd.is_contiguous(), "keys must be contiguous"
+    assert values_PGd.is_contiguous(), "values must be contiguous"
+    assert table_SB.stride(1) == 1, "a row of the table must be contiguous"
+    splits = splits or splits_for(sequences * g, table_SB.shape[1] * block_size, processors(q_SHd))
+    rows, width = max(16, triton.next_power_of_2(h // g)), max(16, triton.next_power_of_2(d))
+    out = torch.empty_like(q_SHd)
+    partial = stats = out  # unused where there is one share
+    if splits > 1:
+        partial = torch.empty(sequences * g * splits, rows, width, dtype=torch.float32, device=q_SHd.device)
+        stats = torch.empty(sequences * g * splits, 2, rows, dtype=torch.float32, device=q_SHd.device)
+        if counters is None:
+            counters = torch.zeros(sequences * g, dtype=torch.int32, device=q_SHd.device)
+        assert counters.numel() >= sequences * g, "too few counters"
+    narrow = q_SHd.is_cuda and q_SHd.dtype != torch.float32
+    stages = (4 if width <= 128 else 3) if narrow else 1  # one of them is the table's
+    _attend[(sequences, g, splits)](
+        q_SHd, keys_PGd, values_PGd, table_SB, position_S, out, partial, stats, counters,
+        math.log2(math.e) / math.sqrt(d), window or 0, table_SB.stride(0), position_S.stride(0),
+        G=g, GROUP=h // g, D=d, BLOCK_SIZE=block_size, WINDOWED=window is not None,
+        ROWS=rows, WIDTH=width, TILE=TILE, MOST=MOST_SPLITS, WIDE=not narrow,
+        num_warps=4, num_stages=stages, **early(q_SHd),
+    )  # fmt: skip
+    return out
+
+
+def splits_for(pairs: int, context: int, processors: int) -> int:
+    """Programs for each of so many (sequence, head) pairs: a power of two that fills the GPU, at most a tile each."""
+    wanted = min(PROGRAMS * processors // pairs, -(-context // TILE), MOST_SPLITS)
+    return 1 << (max(wanted, 1).bit_length() - 1)

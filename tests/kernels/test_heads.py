@@ -1,0 +1,71 @@
+import pytest
+import torch
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+
+from qerl.kernels.gpu.heads import turned_into_cache as fused
+from qerl.kernels.gpu.rope import rope_tables as fused_tables
+from qerl.kernels.heads import Heads, turned, turned_into_cache
+from qerl.kernels.rope import rope_frequencies, rope_tables_reference
+from tests.kernels.devices import DEVICE, DTYPES, judge, normal
+
+CASES = {"qwen2": (7, 1, 64, False), "qwen3": (4, 2, 128, True), "odd": (3, 3, 24, True), "many": (28, 4, 128, False)}
+
+
+def heads_of(case: str, tokens: int, dtype: torch.dtype) -> Heads:
+    h, g, d, norms = CASES[case]
+    frequencies, factor = rope_frequencies(d, {"rope_theta": 1e4}, 4096)
+    positions = torch.arange(tokens, device=DEVICE) * 37
+    cos, sin = rope_tables_reference(positions, frequencies.to(DEVICE), factor, dtype)
+    gains = (normal(d, seed=1), normal(d, seed=2)) if norms else None
+    return Heads(normal(tokens, (h + 2 * g) * d, dtype=dtype), (h, g), cos, sin, gains, 1e-6)
+
+
+def in_float32(heads: Heads) -> Heads:
+    return Heads(heads.qkv_TN.float(), heads.counts, heads.cos.float(), heads.sin.float(), heads.gains, heads.eps)
+
+
+def test_the_reference_is_that_of_transformers() -> None:
+    heads = heads_of("qwen3", 5, torch.float32)
+    q, k, v = heads.qkv_TN.view(5, 8, 128).split([4, 2, 2], dim=1)
+    norms = [Qwen3RMSNorm(128, eps=1e-6).to(DEVICE) for _ in range(2)]
+    for norm, gain in zip(norms, heads.gains, strict=True):
+        norm.weight.data = gain
+    theirs = apply_rotary_pos_emb(
+        norms[0](q).transpose(0, 1)[None],
+        norms[1](k).transpose(0, 1)[None],
+        heads.cos[None, :, 0],
+        heads.sin[None, :, 0],
+    )
+    ours = turned(heads)
+    for a, b in zip(ours, theirs, strict=False):
+        assert torch.allclose(a, b[0].transpose(0, 1), atol=1e-5)
+    assert torch.equal(ours[2], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, pytest.param(70, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_equals_the_reference(case: str, tokens: int, dtype: torch.dtype) -> None:
+    heads = heads_of(case, tokens, dtype)
+    g, d = CASES[case][1:3]
+    places = (torch.randperm(tokens + 6, generator=torch.Generator().manual_seed(4))[:tokens]).to(DEVICE)
+    caches = [
+        torch.full((2, tokens + 6, g, d), 9.0, dtype=kind, device=DEVICE) for kind in (dtype, dtype, torch.float32)
+    ]
+    ours, plain = (f(heads, *cache, places) for f, cache in zip((fused, turned_into_cache), caches[:2], strict=True))
+    exact = turned_into_cache(in_float32(heads), *caches[2], places)
+    judge(ours, plain, exact)
+    judge(*caches)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [24, 128])
+def test_the_tables_equal_the_reference(d: int, dtype: torch.dtype) -> None:
+    frequencies, _ = rope_frequencies(d, {"rope_theta": 1e6}, 4096)
+    positions = torch.tensor([0, 1, 7, 4095, 131071], device=DEVICE)
+    for ours, exact in zip(
+        fused_tables(positions, frequencies.to(DEVICE), 1.25, dtype),
+        rope_tables_reference(positions, frequencies.to(DEVICE), 1.25, torch.float32),
+        strict=True,
+    ):
+        judge(ours, exact.to(dtype), exact)

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from qerl.kernels.gpu.paged_attention import MOST_SPLITS, paged_attention, splits_for
+from qerl.kernels.paged_attention import paged_attention_reference
+from tests.kernels.devices import DEVICE, DTYPES, judge, normal, seeded
+
+
+def setting(positions: list[int], heads: tuple[int, int, int], size: int, dtype: torch.dtype):
+    """q, keys, values, table, position; blocks scattered over a cache, the table a part of a wider tensor."""
+    h, g, d = heads
+    rows, blocks = len(positions), max(positions) // size + 2
+    order = torch.randperm(rows * blocks + 3, generator=seeded(3))[: rows * blocks].view(rows, blocks)
+    held = torch.zeros(rows, blocks + 5, dtype=torch.int64)
+    held[:, 5:], held[:, 1] = order, torch.tensor(positions)
+    held = held.to(DEVICE)
+    keys, values = (normal((rows * blocks + 3) * size, g, d, seed=seed, dtype=dtype) for seed in (1, 2))
+    return normal(rows, h, d, dtype=dtype), keys, values, held[:, 5:], held[:, 1]
+
+
+CASES = {
+    "grouped": ([0, 63, 64, 200], (14, 2, 64), 16, None),
+    "odd head": ([130, 7], (3, 3, 48), 4, None),
+    "window": ([0, 40, 300], (8, 2, 32), 16, 100),
+    "narrow window": ([90, 3], (4, 2, 16), 8, 1),
+    "wide head": ([150], (7, 1, 128), 16, None),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 4, pytest.param(32, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_reference(case: str, splits: int, dtype: torch.dtype) -> None:
+    positions, heads, size, window = CASES[case]
+    q, keys, values, table, position = setting(positions, heads, size, dtype)
+    plain = paged_attention_reference(q, keys, values, table, position, size, window)
+    exact = paged_attention_reference(q.float(), keys.float(), values.float(), table, position, size, window)
+    counters = torch.zeros(len(positions) * heads[1], dtype=torch.int32, device=DEVICE)
+    judge(paged_attention(q, keys, values, table, position, size, window, splits, counters), plain, exact)
+    assert not counters.any()  # ready for the next call
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_other_rows_change_nothing(splits: int) -> None:
+    q, keys, values, table, position = setting([100, 3, 77], (4, 2, 32), 16, torch.float32)
+    whole = paged_attention(q, keys, values, table, position, 16, splits=splits)
+    alone = paged_attention(q[2:], keys, values, table[2:], position[2:], 16, splits=splits)
+    assert torch.equal(whole[2:], alone)
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    assert [splits_for(rows * 4, 32768, 132) for rows in (1, 8, 32, 64, 128, 256)] == [32, 16, 4, 2, 1, 1]
+    assert splits_for(4, 128, 132) == 2
+    assert splits_for(1, 1 << 20, 132) == MOST_SPLITS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1000])
+def test_the_shape_of_a_7b_and_long_contexts(window: int | None) -> None:
+    from qerl.kernels.paged_attention import paged_attention as public
+
+    positions = [0, 1, 511, 512, 513, 4095, 8000, 16, *range(100, 1000, 37)]
+    q, keys, values, table, position = setting(positions, (28, 4, 128), 16, torch.bfloat16)
+    plain = paged_attention_reference(q, keys, values, table, position, 16, window)
+    exact = paged_attention_reference(q.float(), keys.float(), values.float(), table, position, 16, window)
+    first = public(q, keys, values, table, position, 16, window)
+    judge(first, plain, exact)
+    for _ in range(20):
+        assert torch.equal(public(q, keys, values, table, position, 16, window), first)
