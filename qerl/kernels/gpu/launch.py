@@ -18,6 +18,15 @@ def wait(EARLY: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def product(left, right, acc, ASM: tl.constexpr):
+    """acc + left right; without a GPU (ASM False) in float32: the interpreter can't multiply 16-bit matrices."""
+    if ASM:
+        return tl.dot(left, right, acc)
+    else:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), acc)
+
+
 @lru_cache
 def _hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
@@ -38,3 +47,9 @@ def early(x: Tensor) -> dict[str, Any]:
     if x.is_cuda and _hopper(x.device.index):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
+
+
+@lru_cache
+def zeros(device: torch.device) -> Tensor:
+    """Counters of arrivals, int32: 0 before and after every launch; launches of a stream follow each other."""
+    return torch.zeros(1 << 16, dtype=torch.int32, device=device)

@@ -1,0 +1,115 @@
+"""CUDA C++ compiled at first use by NVRTC, which comes with torch, and launched through the driver.
+
+What was compiled is kept in the user's cache folder, under a hash of all it depends on. A launch may overlap the end of
+the kernel before it (programmatic dependent launch), also inside a captured graph.
+"""
+
+import ctypes
+import hashlib
+import os
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", c_uint * 3), ("block", c_uint * 3), ("shared", c_uint), ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)), ("count", c_uint),
+    ]  # fmt: skip
+
+
+class Kernel:
+    """One function of a compiled source."""
+
+    def __init__(self, source: Path, name: str, defines: dict[str, int], device: torch.device) -> None:
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        major, minor = torch.cuda.get_device_capability(device)
+        binary = _compiled(source.read_text(), source.name, defines, f"sm_{major}{minor}{'a' if major == 9 else ''}")
+        module, self.function = c_void_p(), c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # the context exists
+            self._check(self.driver.cuModuleLoadData(byref(module), binary))
+        self._check(self.driver.cuModuleGetFunction(byref(self.function), module, name.encode()))
+
+    def reserve_shared(self, nbytes: int) -> None:
+        self._check(self.driver.cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED, nbytes))
+
+    def launch(self, blocks: int, threads: int, shared: int, arguments: ctypes.Structure) -> None:
+        """On the current stream; `arguments` is the kernel's one parameter."""
+        attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        config = _Config((blocks, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
+        config.attributes, config.count = ctypes.pointer(attribute), 1
+        parameters = (c_void_p * 1)(ctypes.addressof(arguments))
+        self._check(self.driver.cuLaunchKernelEx(byref(config), self.function, parameters, None))
+
+    def _check(self, code: int) -> None:
+        if code:
+            text = c_char_p()
+            self.driver.cuGetErrorString(code, byref(text))
+            raise RuntimeError(f"CUDA: {(text.value or b'error').decode()} ({code}).")
+
+
+@cache
+def compiler_available() -> bool:
+    """Whether there is a compiler: torch's CUDA builds bring one."""
+    try:
+        _nvrtc()
+    except OSError:
+        return False
+    return True
+
+
+def _compiled(source: str, name: str, defines: dict[str, int], architecture: str) -> bytes:
+    nvrtc = _nvrtc()
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "-lineinfo"]
+    options += [f"-D{key}={value}" for key, value in sorted(defines.items())]
+    major, minor = c_int(), c_int()
+    nvrtc.nvrtcVersion(byref(major), byref(minor))
+    words = [source, *options, f"{major.value}.{minor.value}"]
+    kept = Path.home() / ".cache" / "qerl" / f"{hashlib.sha256(repr(words).encode()).hexdigest()[:32]}.cubin"
+    if kept.is_file():
+        return kept.read_bytes()
+    program = c_void_p()
+    nvrtc.nvrtcCreateProgram(byref(program), source.encode(), name.encode(), 0, None, None)
+    code = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*(o.encode() for o in options)))
+    size = ctypes.c_size_t()
+    if code:
+        nvrtc.nvrtcGetProgramLogSize(program, byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"{name} does not compile for {architecture}:\n{log.value.decode()}")
+    nvrtc.nvrtcGetCUBINSize(program, byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetCUBIN(program, binary)
+    nvrtc.nvrtcDestroyProgram(byref(program))
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    whole = kept.with_suffix(f".{os.getpid()}")
+    whole.write_bytes(binary.raw)
+    whole.replace(kept)
+    return binary.raw
+
+
+@cache
+def _nvrtc() -> Any:
+    """The library that torch has loaded or brought along."""
+    version = (torch.version.cuda or "13").split(".")[0]
+    name = f"libnvrtc.so.{version}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        beside = Path(torch.__file__).parent.parent / "nvidia"
+        found = sorted(beside.glob(f"*/lib/{name}"))
+        if not found:
+            raise
+        return ctypes.CDLL(str(found[0]))

@@ -1,0 +1,36 @@
+"""y = x W^T + bias + LoRA for a weight in 4 bits on a GPU, without gradients: which kernel.
+
+Up to 16 rows `fp4_skinny` (CUDA C++, where there is a compiler), up to about a thousand `fp4_tiled`; beyond, the weight
+is written out in bf16 at memory speed and cuBLAS multiplies.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from qerl.kernels.fp4_tiles import Tiles
+from qerl.kernels.gpu.fp4_skinny import MOST_ROWS, skinny_linear, skinny_plan, skinny_serves
+from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, plan_for, tiled_linear
+from qerl.kernels.gpu.low_rank import add_low_rank
+from qerl.kernels.gpu.swiglu import swiglu
+from qerl.kernels.low_rank import LowRank
+
+DENSE_FROM = 1024  # rows from which dequantization pays
+
+
+def fp4_linear(
+    x: Tensor, tiles: Tiles, bias: Tensor | None = None, low: LowRank | None = None, paired: bool = False
+) -> Tensor:
+    """x bf16 [M, K] -> bf16 [M, N]; paired: silu(first half) * second half, [M, N / 2]."""
+    rows = len(x)
+    x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    if rows <= MOST_ROWS and skinny_serves(x.device):
+        whole = tiles.shape[0] % 128 == 0
+        y = skinny_linear(x, tiles, bias, low, paired and whole, skinny_plan(tiles, rows, x.device))
+        return swiglu(y) if paired and not whole else y
+    if rows < DENSE_FROM:
+        y = tiled_linear(x, tiles, bias, low, plan_for(rows, *tiles.words.shape[:2]))
+    else:
+        y = F.linear(x, dequantize_tiles(tiles), bias)
+        if low is not None:
+            add_low_rank(y, x, low)
+    return swiglu(y) if paired else y

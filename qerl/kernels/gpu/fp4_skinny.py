@@ -1,0 +1,108 @@
+"""The launch of `fp4_skinny.cu`: at most 16 rows of x, one kernel for the product, bias, LoRA and SwiGLU."""
+
+import ctypes
+from ctypes import c_float, c_int, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qerl.kernels.fp4_tiles import INPUTS, ROWS, STRIPS, Tiles
+from qerl.kernels.gpu.cuda import Kernel, compiler_available
+from qerl.kernels.gpu.launch import zeros
+from qerl.kernels.low_rank import LowRank
+
+MOST_ROWS = 16
+POINTERS = ("x", "words", "scales", "divisor", "bias", "a", "b", "column", "y", "parts", "counts")
+NUMBERS = (
+    "m", "n", "k", "x_stride", "strips", "a_strips", "k_tiles", "k_parts", "groups", "slots", "slots_at", "ring_at",
+)  # fmt: skip
+
+
+class _Args(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in POINTERS),
+        ("scale", c_float),
+        *((name, c_int) for name in NUMBERS),
+    ]
+
+
+@dataclass(frozen=True)
+class SkinnyPlan:
+    """How a launch is cut."""
+
+    k_parts: int
+    groups: int  # of strips; k_parts * groups blocks must fit on the GPU at once
+    warps: int = 8  # of a block
+    stages: int = 4  # of a warp's ring
+    chunk: int = 2  # units of a stage
+    blocks: int = 2  # that registers must leave room for on a multiprocessor
+
+
+def skinny_linear(
+    x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | None, paired: bool, plan: SkinnyPlan
+) -> Tensor:
+    """x bf16 [M, K], M up to 16, rows 16-byte aligned -> bf16 [M, N]; paired: silu(first half) * second, [M, N / 2]."""
+    rows, (outputs, inputs) = len(x), tiles.shape
+    strips, k_tiles = tiles.words.shape[:2]
+    assert rows <= MOST_ROWS, "not for so many rows"
+    assert x.stride(-1) == 1, "rows of x must be contiguous"
+    assert not paired or (outputs == strips * ROWS and strips % (2 * STRIPS) == 0), "halves must be whole groups of 64"
+    columns = 8 if rows <= 8 else 16
+    cell = 4 * ROWS * columns
+    rank, a_strips = (low.rank, len(low.a) // ROWS) if low is not None else (0, 0)
+    # The largest share of a block, and of a warp.
+    k_count = -(-k_tiles // plan.k_parts)
+    halves = 2 if paired else 1
+    count = halves * (-(-(strips + 4 * a_strips) // plan.groups) // halves + 1)
+    span = -(-count * k_count // plan.warps)
+    slots = (span - 1 + max(1, k_tiles // plan.k_parts) - 1) // max(1, k_tiles // plan.k_parts) + 2
+    shared = columns * (k_count * 128 + 16)
+    shared = max(shared, 4 * len(low.a) * columns) if low is not None else shared
+    ring = -(-(shared + plan.warps * slots * cell) // 128) * 128
+    total = ring + plan.warps * plan.stages * (576 * plan.chunk + 8) + 8
+    kernel = _kernel(columns // 8, rank, paired, plan, x.device)
+    kernel.reserve_shared(total)
+    y = x.new_empty(rows, outputs // halves)
+    parts = torch.empty(plan.k_parts * (strips + a_strips) * cell // 4, dtype=torch.float32, device=x.device)
+    counts = zeros(x.device)
+
+    def address(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    arguments = _Args(
+        address(x), address(tiles.words), address(tiles.scales), address(tiles.divisor_N), address(bias),
+        address(low.a if low else None), address(low.b if low else None), address(low.column if low else None),
+        address(y), address(parts), address(counts), low.scale if low else 0.0,
+        rows, outputs, inputs, x.stride(0), strips, a_strips, k_tiles, plan.k_parts, plan.groups, slots, shared, ring,
+    )  # fmt: skip
+    kernel.launch(plan.groups * plan.k_parts, 32 * plan.warps, total, arguments)
+    return y
+
+
+def skinny_serves(device: torch.device) -> bool:
+    """Whether the kernel runs here: the copy engine came with Hopper."""
+    return compiler_available() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def skinny_plan(tiles: Tiles, rows: int, device: torch.device) -> SkinnyPlan:
+    """One block for each multiprocessor; K cut so that x leaves room for a second, and strips divide evenly."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    strips, k_tiles = tiles.words.shape[:2]
+    columns = 8 if rows <= 8 else 16
+    fits = max(1, -(-k_tiles * INPUTS * 2 * columns // (64 << 10)))
+    best = min(
+        range(fits, min(k_tiles, 8) + 1),
+        key=lambda parts: (-(-strips // max(1, processors // parts)) * -(-k_tiles // parts)) * (1 + 0.03 * parts),
+        default=min(fits, k_tiles),
+    )
+    return SkinnyPlan(best, max(1, min(strips // 2, processors // best)))
+
+
+@cache
+def _kernel(nb: int, rank: int, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
+    defines = {"NB": nb, "RANK": rank, "PAIRED": int(paired), "WARPS": plan.warps, "STAGES": plan.stages}
+    defines |= {"CHUNK": plan.chunk, "BLOCKS": plan.blocks}
+    return Kernel(Path(__file__).with_name("fp4_skinny.cu"), "skinny", defines, device)

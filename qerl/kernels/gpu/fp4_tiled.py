@@ -1,0 +1,283 @@
+"""Triton kernels over `fp4_tiles`: the product with few rows, and the weight written out in bf16.
+
+The product is formed the other way round, y^T = W x^T: the weight is the tensor cores' left operand, which may lie in
+registers, so codes never return to shared memory. Work is cut into units of (output tile, piece of K), and each program
+takes an equal run of them, whatever tiles it crosses. Where a tile's pieces fall to several programs, each writes its
+float32 part and the last to arrive adds them up in their order: nothing is added atomically, and the result is the same
+every time. Low-rank columns (LoRA) come in as a last piece of K.
+
+`ASM` picks the conversion in PTX; the interpreter, which has none and no bf16 products, takes plain Triton in float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qerl.kernels.fp4_tiles import Tiles
+from qerl.kernels.gpu.launch import early, processors, product, wait, zeros
+from qerl.kernels.gpu.low_rank import inner
+from qerl.kernels.low_rank import LowRank
+
+# Two words and their scales' four bytes -> eight bf16 pairs. A pair is a shift and a mask away from |code| 2^-126; byte
+# b becomes the bf16 0x7000 | b << 4 in both halves.
+_DECODE = tl.constexpr("""
+{
+ .reg .b32 v, w, low, high;
+ prmt.b32 low, $10, 0, 0x4040;   mad.lo.u32 low, low, 16, 0x70007000;
+ prmt.b32 high, $10, 0, 0x4141;  mad.lo.u32 high, high, 16, 0x70007000;
+ and.b32 v, $8, 0x81C081C0;                            mul.bf16x2 $0, v, low;
+ shl.b32 v, $8, 3;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $1, v, high;
+ shl.b32 v, $8, 6;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $2, v, low;
+ shl.b32 v, $8, 1;   and.b32 v, v, 0x80008000;
+ shr.u32 w, $8, 3;   lop3.b32 v, w, 0x01800180, v, 0xEA;
+ shr.u32 w, $8, 7;   lop3.b32 v, w, 0x00400040, v, 0xEA;  mul.bf16x2 $3, v, high;
+ prmt.b32 low, $10, 0, 0x4242;   mad.lo.u32 low, low, 16, 0x70007000;
+ prmt.b32 high, $10, 0, 0x4343;  mad.lo.u32 high, high, 16, 0x70007000;
+ and.b32 v, $9, 0x81C081C0;                            mul.bf16x2 $4, v, low;
+ shl.b32 v, $9, 3;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $5, v, high;
+ shl.b32 v, $9, 6;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $6, v, low;
+ shl.b32 v, $9, 1;   and.b32 v, v, 0x80008000;
+ shr.u32 w, $9, 3;   lop3.b32 v, w, 0x01800180, v, 0xEA;
+ shr.u32 w, $9, 7;   lop3.b32 v, w, 0x00400040, v, 0xEA;  mul.bf16x2 $7, v, high;
+}
+""")
+
+
+@triton.jit
+def _pairs(word):
+    """A word's four pairs, as bits of two bf16 each."""
+    mask: tl.constexpr = -0x7E3F7E40  # 0x81C081C0
+    last = ((word << 1) & -0x7FFF8000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040)
+    return word & mask, (word << 3) & mask, (word << 6) & mask, last
+
+
+@triton.jit
+def _scale(scales, byte: tl.constexpr):
+    return (0x70000000 | (((scales >> (8 * byte)) & 0xFF) << 20)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _four(a, b, c, d):
+    """The pairs j = 0..3, joined along new last axes: row half, input half."""
+    return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+@triton.jit
+def _decode(words, scales, NR: tl.constexpr, KR: tl.constexpr, ASM: tl.constexpr):
+    """words [KR NR, 4, 128], scales [KR NR, 4, 16] int32 -> W 2^-7 bf16 [64 NR, 64 KR] (float32 without PTX)."""
+    lanes: tl.constexpr = KR * NR * 32
+    first, second = tl.split(tl.reshape(words, (lanes, 4, 2, 2)))
+    scale = tl.broadcast_to(tl.reshape(scales, (lanes, 1, 2)), (lanes, 4, 2))
+    if ASM:
+        a0, a1, a2, a3, b0, b1, b2, b3 = tl.inline_asm_elementwise(
+            _DECODE,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r",
+            [first, second, scale],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        bits = tl.join(_four(a0, a1, a2, a3), _four(b0, b1, b2, b3))  # [..., row half, input half, k16 % 2]
+        even = (bits & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        odd = ((bits >> 16) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        a0, a1, a2, a3 = _pairs(first)
+        b0, b1, b2, b3 = _pairs(second)
+        bits = tl.join(_four(a0, a1, a2, a3), _four(b0, b1, b2, b3))
+        s0, s1, s2, s3 = _scale(scale, 0), _scale(scale, 1), _scale(scale, 2), _scale(scale, 3)
+        factor = tl.join(_four(s0, s1, s0, s1), _four(s2, s3, s2, s3))
+        even = (bits << 16).to(tl.float32, bitcast=True) * factor
+        odd = (bits & -65536).to(tl.float32, bitcast=True) * factor
+    return _matrix(even, odd, NR, KR)
+
+
+@triton.jit
+def _matrix(even, odd, NR: tl.constexpr, KR: tl.constexpr):
+    """What a tile's lanes hold of the even and the odd inputs -> [64 NR, 64 KR]. On a GPU nothing moves."""
+    both = tl.reshape(tl.join(even, odd), (KR, NR, 4, 8, 4, 2, 2, 2, 2, 2))
+    # kr, nr, strip, g, t, k16 / 2, row half, input half, k16 % 2, k0 -> nr, strip, row half, g | kr, k16, half, t, k0
+    return tl.reshape(tl.permute(both, (1, 2, 6, 3, 0, 5, 8, 7, 4, 9)), (NR * 64, KR * 64))
+
+
+@triton.jit
+def _over(scale, divisor, KR: tl.constexpr):
+    """scale 2^-119 / divisor, as the format's reference rounds it, for the four lanes that share it."""
+    return tl.broadcast_to(
+        tl.div_rn(scale * 1.504632769052528e-36, tl.broadcast_to(divisor, (KR * 32, 1, 2))), (KR * 32, 4, 2)
+    )
+
+
+@triton.jit
+def _offsets(K_TILES, NR: tl.constexpr, KR: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a tile's words (WIDTH 128) or scales (16) from those of its first: [KR NR, 4 strips, WIDTH]."""
+    pair = tl.arange(0, KR * NR)
+    strip = (pair % NR)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    at = strip * K_TILES + (pair // NR)[:, None]
+    return (at * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
+
+
+@triton.jit(do_not_specialize=["M", "K_TILES", "per", "total"])
+def linear_kernel(
+    x, words, scales, divisor, bias, low, up, column, y, parts, counts, M, N, K, K_TILES, per, total, x_stride,
+    NR: tl.constexpr, KR: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """y [M, N] bf16 = x W^T / divisor + bias + low up^T.
+
+    x [M, K] bf16, rows x_stride apart; low [M, *] bf16: LoRA's inner values, scaled, of which rows of W in group g of
+    64 read R columns from column[g] on; up [N, R] bf16. parts, counts: scratch of shared tiles; counts are 0 before and
+    after. EVEN: K is a multiple of 64 KR. R = 0: no low rank.
+    """
+    wait(EARLY)
+    BN: tl.constexpr = 64 * NR
+    BK: tl.constexpr = 64 * KR
+    program = tl.program_id(0)
+    m_tiles = tl.cdiv(M, BM)
+    pieces = K_TILES // KR
+    word_at, scale_at = _offsets(K_TILES, NR, KR, 128), _offsets(K_TILES, NR, KR, 16)
+    in_m, in_n, in_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    unit = program * per
+    end = tl.minimum(unit + per, total)
+    while unit < end:
+        tile = unit // pieces
+        first = unit % pieces
+        last = tl.minimum(pieces, first + end - unit)
+        n0 = tile // m_tiles * BN
+        rows_m = tile % m_tiles * BM + in_m
+        kept_m = tl.minimum(rows_m, M - 1)
+        x_at = x + kept_m[None, :].to(tl.int64) * x_stride + in_k[:, None]
+        strip0 = (n0 // 16).to(tl.int64) * K_TILES
+        acc = tl.zeros((BN, BM), dtype=tl.float32)
+        for piece in tl.range(first, last, num_stages=STAGES):
+            base = strip0 + piece * KR
+            weight = _decode(tl.load(words + base * 128 + word_at), tl.load(scales + base * 16 + scale_at), NR, KR, ASM)
+            if EVEN:
+                values = tl.load(x_at + piece * BK)
+            else:
+                values = tl.load(x_at + piece * BK, mask=(piece * BK + in_k < K)[:, None], other=0.0)
+            acc = product(weight, values, acc, ASM)
+        rows_n = n0 + in_n
+        whole = last - first == pieces
+        ready = whole
+        if not whole:
+            owner, closer = tile * pieces // per, (tile * pieces + pieces - 1) // per
+            at = in_n[:, None] + in_m[None, :] * BN
+            slot = 2 * program + tl.where(program * per // pieces == tile, 0, 1)
+            tl.store(parts + slot.to(tl.int64) * (BN * BM) + at, acc)
+            tl.debug_barrier()
+            ready = tl.atomic_add(counts + tile, 1, sem="acq_rel") == closer - owner
+            if ready:
+                acc = tl.zeros((BN, BM), dtype=tl.float32)
+                for other in tl.range(owner, closer + 1, num_stages=1):
+                    slot = 2 * other + tl.where(other * per // pieces == tile, 0, 1)
+                    acc += tl.load(parts + slot.to(tl.int64) * (BN * BM) + at, cache_modifier=".cg")
+                tl.store(counts + tile, 0)
+        if ready:
+            acc = acc * (128.0 / tl.load(divisor + rows_n))[:, None]
+            if BIAS:
+                acc += tl.load(bias + rows_n, mask=rows_n < N, other=0.0).to(tl.float32)[:, None]
+            if R > 0:
+                in_r = tl.arange(0, R)
+                begin = tl.load(column + n0 // 64)
+                width = tl.load(column + tl.cdiv(N, 64))  # of a row of `low`
+                factor = tl.load(up + rows_n[:, None] * R + in_r[None, :], mask=(rows_n < N)[:, None], other=0.0)
+                inner = tl.load(low + kept_m[None, :] * width + begin + in_r[:, None])
+                acc = product(factor, inner, acc, ASM)
+            y_at = y + rows_m[None, :].to(tl.int64) * N + rows_n[:, None]
+            tl.store(y_at, acc.to(tl.bfloat16), mask=(rows_m < M)[None, :] & (rows_n < N)[:, None])
+        unit += last - first
+
+
+@triton.jit
+def dequantize_kernel(words, scales, divisor, out, N, K, K_TILES, KR: tl.constexpr, EARLY: tl.constexpr):
+    """out [N, K] bf16 = code (scale / divisor), rounded once: bit for bit what the format's reference gives."""
+    wait(EARLY)
+    program = tl.program_id(0)
+    pieces = K_TILES // KR
+    n0, piece = program // pieces * 64, program % pieces
+    base = (n0 // 16).to(tl.int64) * K_TILES + piece * KR
+    words_ = tl.load(words + base * 128 + _offsets(K_TILES, 1, KR, 128))
+    scales_ = tl.load(scales + base * 16 + _offsets(K_TILES, 1, KR, 16))
+    lane = tl.arange(0, KR * 32) % 32
+    row = n0 + lane // 8 * 16 + lane % 8
+    upper, lower = tl.load(divisor + row)[:, None, None], tl.load(divisor + row + 8)[:, None, None]
+    scale = tl.reshape(scales_, (KR * 32, 1, 2))
+    s0, s1 = _over(_scale(scale, 0), upper, KR), _over(_scale(scale, 1), lower, KR)
+    s2, s3 = _over(_scale(scale, 2), upper, KR), _over(_scale(scale, 3), lower, KR)
+    factor = tl.join(_four(s0, s1, s0, s1), _four(s2, s3, s2, s3))
+    first, second = tl.split(tl.reshape(words_, (KR * 32, 4, 2, 2)))
+    a0, a1, a2, a3 = _pairs(first)
+    b0, b1, b2, b3 = _pairs(second)
+    bits = tl.join(_four(a0, a1, a2, a3), _four(b0, b1, b2, b3))
+    even = ((bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37) * factor
+    odd = ((bits & -65536).to(tl.float32, bitcast=True) * 8.507059173023462e37) * factor
+    weight = _matrix(even, odd, 1, KR)
+    rows_n = n0 + tl.arange(0, 64)
+    in_k = piece * 64 * KR + tl.arange(0, 64 * KR)
+    at = out + rows_n[:, None].to(tl.int64) * K + in_k[None, :]
+    tl.store(at, weight.to(tl.bfloat16), mask=(rows_n < N)[:, None] & (in_k < K)[None, :])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A cut of `fp4_triton.linear_kernel`: tiles of 64 nr x bm outputs and 64 kr inputs."""
+
+    nr: int
+    kr: int
+    bm: int
+    warps: int
+    stages: int
+    programs: int  # for each multiprocessor; 0: one for each tile
+
+
+def tiled_linear(x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | None, plan: Plan) -> Tensor:
+    """The Triton kernel, cut as `plan` says; LoRA's inner product is a launch of its own."""
+    rows, (outputs, inputs) = len(x), tiles.shape
+    strips, k_tiles = tiles.words.shape[:2]
+    pieces = k_tiles // plan.kr
+    count = strips // (4 * plan.nr) * -(-rows // plan.bm)
+    total = count * pieces
+    per = -(-total // (plan.programs * processors(x))) if plan.programs else pieces
+    grid = -(-total // per)
+    shared = per % pieces != 0
+    y = x.new_empty(rows, outputs)
+    parts = x.new_empty(2 * grid * 64 * plan.nr * plan.bm if shared else 1, dtype=torch.float32)
+    low_values = inner(x, low) if low is not None else x
+    linear_kernel[(grid,)](
+        x, tiles.words, tiles.scales, tiles.divisor_N, bias if bias is not None else x, low_values,
+        low.b if low is not None else x, low.column if low is not None else x, y, parts, zeros(x.device),
+        rows, outputs, inputs, k_tiles, per, total, x.stride(0),
+        NR=plan.nr, KR=plan.kr, BM=plan.bm, R=low.rank if low is not None else 0, BIAS=bias is not None,
+        EVEN=inputs % (64 * plan.kr) == 0, ASM=x.is_cuda, STAGES=plan.stages, num_warps=plan.warps, **early(x),
+    )  # fmt: skip
+    return y
+
+
+def dequantize_tiles(tiles: Tiles) -> Tensor:
+    """The weight, bf16 [N, K], bit for bit as the format's reference gives it."""
+    (outputs, inputs), k_tiles = tiles.shape, tiles.words.shape[1]
+    out = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=tiles.words.device)
+    kr = next(kr for kr in (4, 2, 1) if k_tiles % kr == 0)
+    grid = (len(tiles.words) // 4 * (k_tiles // kr),)
+    dequantize_kernel[grid](
+        tiles.words, tiles.scales, tiles.divisor_N, out, outputs, inputs, k_tiles, KR=kr, num_warps=4, **early(out)
+    )
+    return out
+
+
+def plan_for(rows: int, strips: int, k_tiles: int) -> Plan:
+    """Tuned for a shape, or what is sound for all."""
+    bm = next(bm for bm in (16, 32, 64, 128, 256) if rows <= bm or bm == 256)
+    nr, kr, warps, stages, programs = {
+        16: (1, 2, 4, 4, 4),
+        32: (2, 2, 4, 4, 2),
+        64: (2, 2, 4, 3, 2),
+        128: (2, 1, 8, 4, 1),
+        256: (2, 1, 8, 4, 1),
+    }[bm]
+    nr = nr if strips % (4 * nr) == 0 else 1
+    kr = kr if k_tiles % kr == 0 else 1
+    return Plan(nr, kr, bm, warps, stages, programs)
