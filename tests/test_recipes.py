@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from qerl.config import load_config
+from qerl.recipe import load_config
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 

@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from qerl.cli.words import Overrides, Recipe
-from qerl.config import default_recipe, load_config, settings
 from qerl.console import finish, screen
+from qerl.recipe import default_recipe, load_config, settings
 
 
 def train(

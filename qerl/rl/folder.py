@@ -8,9 +8,10 @@ from pathlib import Path
 
 import yaml
 
-from qerl.config import Config, ConfigError, load_config, settings
+from qerl.config import Config, ConfigError
 from qerl.metrics import read_metrics
 from qerl.quant.partial import writable, write_text
+from qerl.recipe import load_config, settings
 from qerl.tasks.task import FROM_PYTHON
 
 METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.config import Config, build_config, load_config
+from qerl.config import Config
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
@@ -17,6 +17,7 @@ from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
+from qerl.recipe import build_config, load_config
 from qerl.records import Sampling
 from qerl.report import plot_run
 from qerl.rl import checkpoint

@@ -11,11 +11,12 @@ import torch
 import yaml
 
 import qerl
-from qerl.config import Config, ConfigError, default_recipe, load_config
+from qerl.config import Config, ConfigError
 from qerl.errors import Interrupted
 from qerl.metrics import read_metrics
 from qerl.model.adapter import trained_parameters
 from qerl.model.packing import next_tokens, pack
+from qerl.recipe import default_recipe, load_config
 from qerl.records import Completion
 from qerl.rl.batch import micro_batches
 from qerl.rl.folder import resumed_config
