@@ -166,13 +166,16 @@ class Config(Section):
     data_dir: Path | None = setting(None, "Folder with data sets as files, looked into before the hub.", "path")
     system_prompt: str | None = setting(None, "In place of the task's own; empty: none.", "text")
     reward_funcs: tuple[str, ...] | None = setting(
-        None, "Rewards by registered name or dotted import path; none: the task's own.", "names"
+        None,
+        "Rewards by registered name, or by import path: module.function, or module:function for the workers; "
+        "none: the task's own.",
+        "names",
     )
     reward_weights: tuple[float, ...] | None = setting(None, "Weight of each reward; none: 1 each.", "factors")
     reward_workers: int = setting(2, "Processes that run graders, where rewards are graders.", "processes", ge=1)
     reward_memory_mb: int = setting(4096, "Memory of each such process.", "MB", ge=256)
     reward_timeout: float | None = setting(
-        None, "Longest call of reward functions (graders have their own).", "s", gt=0
+        None, "Longest call of reward functions; of your own graders for each sample (none: 5).", "s", gt=0
     )
     max_prompt_length: int = setting(512, "Longer prompts are left out.", "tokens", ge=1)
 

@@ -1,5 +1,7 @@
 """`qerl train` and `qerl config`."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +29,8 @@ def train(
     from qerl.rl.folder import resumed_config
     from qerl.rl.run import train as run
 
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a script does not look for your reward functions where it is called
     recipes = [word for word in words or [] if "=" not in word]
     overrides = [word for word in words or [] if "=" in word]
     if len(recipes) > 1:

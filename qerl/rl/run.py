@@ -101,10 +101,26 @@ def build(
     resume: bool = False,
 ) -> Trainer:
     """Everything checked, loaded and tried; what is left is the loop."""
-    output = Path(config.output_dir)
     if resume:
-        require_same(config, output)
+        require_same(config, Path(config.output_dir))
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
+    try:
+        return _trainer(config, rewards, rows, eval_rows, resume, from_python=train_dataset is not None)
+    except BaseException:
+        if rewards.workers is not None:
+            rewards.workers.close()
+        raise
+
+
+def _trainer(
+    config: Config,
+    rewards: Rewards,
+    rows: Sequence[dict[str, Any]],
+    eval_rows: Sequence[dict[str, Any]],
+    resume: bool,
+    from_python: bool,
+) -> Trainer:
+    output = Path(config.output_dir)
     total = _total_steps(config, len(rows))
     display = Display(total)
     display.say(f"Loading {config.model} as {config.base} ...")
@@ -135,7 +151,7 @@ def build(
     trained = sum(p.numel() for p in trained_parameters(model).values())
     display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
     output.mkdir(parents=True, exist_ok=True)
-    write_config(config if train_dataset is None else config.model_copy(update={"task": FROM_PYTHON}), output)
+    write_config(config.model_copy(update={"task": FROM_PYTHON}) if from_python else config, output)
     return Trainer(
         config=config,
         model=model,
@@ -169,27 +185,29 @@ def _task(
     if not functions and not own:
         raise ValueError(f"The task {config.task} brings no rewards: name some in reward_funcs.")
     found = [_reward(f, own, config) if isinstance(f, str) else f for f in functions or own.values()]
-    graded = any(isinstance(function, Grader) for function in found)
-    workers = Workers(config.reward_workers, config.reward_memory_mb) if graded else None
-    rewards = Rewards(found, config.reward_weights, workers, config.reward_timeout)
+    graders = [function for function in found if isinstance(function, Grader)]
+    rewards = Rewards(found, config.reward_weights, None, config.reward_timeout)
     rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
     rows: Any = task.train if task else train_dataset
     held_out: Any = eval_dataset if eval_dataset is not None else task.test if task else []
     if task and not len(rows):
         raise ValueError(f"The task {config.task} is for evaluation only: it has no training rows.")
-    if any(isinstance(f, Grader) and f.path.startswith("qerl.tasks.code:") for f in found):
+    if any(grader.path.startswith("qerl.tasks.code:") for grader in graders):
         rows, held_out = _code_rows(rows, config), _code_rows(held_out, config)
     for name, data in (("train_dataset", rows), ("eval_dataset", held_out)):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(f"{name} must be a sequence of rows with a length (a list, a datasets.Dataset).")
         if len(data) and "prompt" not in data[0]:
             raise ValueError(f"A row of {name} needs a `prompt` column; this data has {', '.join(data[0])}.")
+    if graders:  # started last, when nothing of the above is refused
+        rewards.workers = Workers(config.reward_workers, config.reward_memory_mb, graders)
     return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]
 
 
 def _reward(name: str, own: Mapping[str, RewardFunction | Grader], config: Config) -> RewardFunction | Grader:
     """A reward by its name: the task's own, a shipped one, or an import path."""
-    return own.get(name) or shipped_reward(name, config.max_completion_length) or import_reward(name)
+    shipped = shipped_reward(name, config.max_completion_length)
+    return own.get(name) or shipped or import_reward(name, config.reward_timeout)
 
 
 def _code_rows(rows: Any, config: Config) -> Any:
