@@ -243,6 +243,15 @@ class Config(Section):
     eval_steps: int = setting(50, "Evaluate every so many steps, and before and after.", "steps", ge=1)
     eval_size: int = setting(256, "Held-out prompts, greedily continued; 0: no evaluation.", "prompts", ge=0)
     log_completions: bool = setting(True, "Write every step's completions as Parquet.", "true/false")
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting(
+        (), "Trackers told of metrics and completions besides the files: tensorboard, wandb, trackio; or none.", "names"
+    )
+    project: str | None = setting(None, "Project in wandb and trackio; none: wandb's own choice, qerl.", "name")
+    push_to_hub: bool = setting(False, "Upload the adapter with its card at the end.", "true/false")
+    hub_model_id: str | None = setting(None, "Repository to push to; none: yours, by output_dir's name.", "name")
+    hub_private_repo: bool | None = setting(
+        None, "Make a new repository private; none: as your account has it.", "true/false"
+    )
 
     noise: NoiseConfig = NoiseConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
@@ -255,6 +264,12 @@ class Config(Section):
     @classmethod
     def _on_or_off(cls, value: Any) -> Any:
         return {"enabled": value} if isinstance(value, bool) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers(cls, value: Any) -> Any:
+        named = [value] if isinstance(value, str) else value
+        return [name for name in named if name not in ("none", "")] if isinstance(named, list | tuple) else named
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
@@ -273,6 +288,8 @@ class Config(Section):
             raise ValueError(f"{len(weights)} reward_weights for {len(functions)} reward_funcs.")
         if self.base == "full" and self.init_adapter is not None:
             raise ValueError("init_adapter needs LoRA: take a base other than full.")
+        if self.base == "full" and self.push_to_hub:
+            raise ValueError("push_to_hub uploads adapters, which full training has not. Drop it.")
         if self.base == "full" and self.beta > 0:
             raise ValueError("beta needs the policy without adapter as its reference, which full training has not.")
         return self

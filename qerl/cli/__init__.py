@@ -10,6 +10,7 @@ import typer
 from qerl import __version__
 from qerl.cli.bench import bench
 from qerl.cli.generate import chat, generate
+from qerl.cli.push import push
 from qerl.cli.quantize import quantize
 from qerl.cli.shapes import memory, random
 from qerl.cli.train import config, train
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning for large language models on 4-bit weights.",
 )
-for command in (quantize, train, generate, chat, config, memory, random):
+for command in (quantize, train, generate, chat, push, config, memory, random):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -18,7 +18,8 @@ METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "che
 # What may change when a run is resumed; anything else would make it another run.
 MAY_CHANGE = {
     *("output_dir", "device", "max_steps", "num_train_epochs", "logging_steps", "save_steps", "save_total_limit"),
-    *("eval_steps", "log_completions", "micro_batch_tokens", "recompute"),
+    *("eval_steps", "log_completions", "micro_batch_tokens", "recompute", "report_to", "project"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo"),
 }
 
 

@@ -11,7 +11,7 @@ from qerl.config import Config
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
-from qerl.metrics import Metrics
+from qerl.metrics import Listener, Metrics, last_step
 from qerl.model.adapter import add_lora, load_adapter, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
@@ -21,11 +21,13 @@ from qerl.recipe import build_config, load_config
 from qerl.records import Sampling
 from qerl.report import plot_run
 from qerl.rl import checkpoint
+from qerl.rl.card import share_run
 from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import preflight
+from qerl.rl.push import require_login, upload
 from qerl.rl.schedule import layer_sigmas
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
@@ -50,6 +52,7 @@ class Result:
     seconds: float  # of this call, loading and evaluation included
     before: dict[str, float]  # evaluation before and after, where there was one
     after: dict[str, float]
+    pushed: str | None = None  # the adapter's address on the hub, where it was pushed
 
     def summary(self) -> dict[str, Any]:
         found = {
@@ -63,6 +66,7 @@ class Result:
             "steps": self.steps,
             "output_dir": str(self.output_dir),
             "checkpoint": str(self.checkpoint),
+            "pushed": self.pushed,
         }
 
 
@@ -86,11 +90,12 @@ def train(
         with trainer.metrics, trainer.rewards.workers or nullcontext():
             trainer.train()
         plot_run(output / METRICS, output / "plots")
+        pushed = _share(config, trainer.display)
     state = trainer.state
     if state.after:
         stdout().print(final_table(state.before, state.after))
     last = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
-    return Result(output, last, state.step, time.monotonic() - started, state.before, state.after)
+    return Result(output, last, state.step, time.monotonic() - started, state.before, state.after, pushed)
 
 
 def build(
@@ -103,6 +108,12 @@ def build(
     """Everything checked, loaded and tried; what is left is the loop."""
     if resume:
         require_same(config, Path(config.output_dir))
+    if config.report_to:
+        from qerl.integrations.trackers import require_installed
+
+        require_installed(config.report_to)
+    if config.push_to_hub:
+        require_login()
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
     try:
         return _trainer(config, rewards, rows, eval_rows, resume, from_python=train_dataset is not None)
@@ -146,6 +157,7 @@ def _trainer(
             )
         if state.step == total:
             display.say(f"All {total} steps are done. To go on, raise max_steps.")
+    logged = last_step(output / METRICS)
     cut_back(output, state.step if saved else -1)  # killed before the first checkpoint, a run starts over
     engine = _engine(config, model, tokenizer, state, len(eval_rows))
     trained = sum(p.numel() for p in trained_parameters(model).values())
@@ -164,9 +176,33 @@ def _trainer(
         updater=updater,
         state=state,
         total_steps=total,
-        metrics=Metrics(output / METRICS),
+        metrics=Metrics(output / METRICS, _trackers(config, state.step if saved else None, logged, display)),
         display=display,
     )
+
+
+def _share(config: Config, display: Display) -> str | None:
+    """The adapter with its card, and on the hub if that was asked for. A push that fails is said; the run is whole."""
+    if config.base == "full":
+        return None
+    output = Path(config.output_dir)
+    folder = share_run(output)
+    if not config.push_to_hub:
+        return None
+    try:
+        return upload(folder, config.hub_model_id or output.name, config.hub_private_repo)
+    except ValueError as error:
+        display.warn(str(error))
+        return None
+
+
+def _trackers(config: Config, done: int | None, logged: int, display: Display) -> Listener | None:
+    """Trackers that the configuration names. done: the step that a run goes on from."""
+    if not config.report_to:
+        return None
+    from qerl.integrations.trackers import start
+
+    return start(config, done, logged, display.warn)
 
 
 def _task(

@@ -110,7 +110,7 @@ def test_full_training_and_eight_bit_adamw_resume_exactly(tmp_path: Path) -> Non
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     result = qerl.train(tiny_job(tmp_path / "a", "max_steps=1", "eval_size=0"))
     kinds = {path.suffix for path in result.output_dir.rglob("*") if path.is_file()}
-    assert kinds == {".jsonl", ".yaml", ".parquet", ".safetensors", ".json", ".png"}
+    assert kinds == {".jsonl", ".yaml", ".parquet", ".safetensors", ".json", ".png", ".md"}
 
 
 def test_a_second_process_and_a_folder_that_cant_be_written_are_refused(tmp_path: Path) -> None:

@@ -181,11 +181,7 @@ def timeless(path: Path) -> list[dict]:
 
 def test_a_recipe_names_your_graders_in_the_folder_where_the_command_runs(tmp_path: Path) -> None:
     (tmp_path / "my_rewards.py").write_text(
-        "import time\n"
-        "def long(text, row):\n"
-        "    return len(text) + 1\n"
-        "def hangs(text, row):\n"
-        "    time.sleep(60)\n"
+        "import time\ndef long(text, row):\n    return len(text) + 1\ndef hangs(text, row):\n    time.sleep(60)\n"
     )
     recipe = {"reward_funcs": ["my_rewards:long", "my_rewards:hangs"], "reward_timeout": 0.2, "output_dir": "run"}
     small = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "eval_size": 0, "dynamic_sampling": False}
