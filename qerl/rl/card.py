@@ -18,7 +18,6 @@ from qerl.metrics import read_metrics
 from qerl.model.adapter import CONFIG as ADAPTER_CONFIG
 from qerl.model.adapter import read_settings
 from qerl.recipe import load_config, settings
-from qerl.report import plot_run
 from qerl.rl.checkpoint import ADAPTER, STATE, checkpoints
 from qerl.rl.folder import CHECKPOINTS, CONFIG, METRICS
 from qerl.tasks.source import SUFFIXES
@@ -32,8 +31,9 @@ PRIVATE = {
 }
 
 
-def share_run(run: Path, checkpoint: Path | None = None) -> Path:
-    """Write RUN/adapter from a checkpoint (the newest) and the run's metrics; returns it. It is replaced as a whole."""
+def share_run(run: Path, plots: list[Path], checkpoint: Path | None = None) -> Path:
+    """Write RUN/adapter from a checkpoint (the newest), the run's metrics and its plots; returns it. It is replaced as
+    a whole."""
     found = checkpoints(run / CHECKPOINTS)
     checkpoint = checkpoint or (found[-1] if found else None)
     if checkpoint is None:
@@ -45,7 +45,9 @@ def share_run(run: Path, checkpoint: Path | None = None) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(checkpoint / ADAPTER, partial)
     name_base(partial, config.model)
-    plots = plot_run(run / METRICS, partial / PLOTS)
+    (partial / PLOTS).mkdir()
+    for path in plots:
+        shutil.copy(path, partial / PLOTS)
     state = json.loads((checkpoint / STATE).read_text())["run"]
     lines = [line for line in read_metrics(run / METRICS) if line["step"] <= state["step"]]
     (partial / CARD).write_text(run_card(config, state, lines, [path.name for path in plots]), encoding="utf-8")

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from qerl.model.adapter import CONFIG as ADAPTER_CONFIG
-from qerl.rl.card import CARD, adapter_card, share_run
-from qerl.rl.folder import CHECKPOINTS, CONFIG
+from qerl.report import plot_run
+from qerl.rl.card import CARD, PLOTS, adapter_card, share_run
+from qerl.rl.folder import CHECKPOINTS, CONFIG, METRICS
 
 LOGIN = "Log in by `hf auth login`, or set HF_TOKEN"
 
@@ -14,9 +15,10 @@ def shared_folder(place: Path) -> Path:
     """The folder to upload, with its card, for a run, one of its checkpoints, or a PEFT adapter's folder."""
     for folder in (place, place.parent):  # a checkpoint, or its folder `adapter`
         if folder.parent.name == CHECKPOINTS and (folder.parent.parent / CONFIG).is_file():
-            return share_run(folder.parent.parent, folder)
+            run = folder.parent.parent
+            return share_run(run, plot_run(run / METRICS, run / PLOTS), folder)
     if (place / CONFIG).is_file() and (place / CHECKPOINTS).is_dir():
-        return share_run(place)
+        return share_run(place, plot_run(place / METRICS, place / PLOTS))
     if not (place / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{place} is neither a run's folder nor a PEFT adapter ({ADAPTER_CONFIG}).")
     if not (place / CARD).exists():

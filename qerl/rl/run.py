@@ -21,7 +21,7 @@ from qerl.recipe import build_config, load_config
 from qerl.records import Sampling
 from qerl.report import plot_run
 from qerl.rl import checkpoint
-from qerl.rl.card import share_run
+from qerl.rl.card import PLOTS, share_run
 from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
@@ -89,8 +89,8 @@ def train(
         trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
         with trainer.metrics, trainer.rewards.workers or nullcontext():
             trainer.train()
-        plot_run(output / METRICS, output / "plots")
-        pushed = _share(config, trainer.display)
+        plots = plot_run(output / METRICS, output / PLOTS)
+        pushed = _share(config, plots, trainer.display)
     state = trainer.state
     if state.after:
         stdout().print(final_table(state.before, state.after))
@@ -181,12 +181,12 @@ def _trainer(
     )
 
 
-def _share(config: Config, display: Display) -> str | None:
+def _share(config: Config, plots: list[Path], display: Display) -> str | None:
     """The adapter with its card, and on the hub if that was asked for. A push that fails is said; the run is whole."""
     if config.base == "full":
         return None
     output = Path(config.output_dir)
-    folder = share_run(output)
+    folder = share_run(output, plots)
     if not config.push_to_hub:
         return None
     try:
