@@ -71,3 +71,12 @@ def test_a_broken_recipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="key: value"):
         load_config(tmp_path / "list.yaml")
+
+
+def test_trackers_as_trl_users_write_them() -> None:
+    assert load_config(None, ["report_to=wandb"]).report_to == ("wandb",)
+    assert load_config(None, ["report_to=[wandb, tensorboard]"]).report_to == ("wandb", "tensorboard")
+    for nothing in ("none", "[none]", "[]", "null"):
+        assert load_config(None, [f"report_to={nothing}"]).report_to == ()
+    with pytest.raises(ConfigError, match="'tensorboard', 'wandb' or 'trackio'"):
+        load_config(None, ["report_to=neptune"])

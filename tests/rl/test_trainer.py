@@ -152,6 +152,7 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
         "completions",
         "checkpoints",
         "plots",
+        "adapter",
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     assert {path.stem for path in (run / "plots").iterdir()} == {"reward", "accuracy", "entropy", "sigma", "length"}
