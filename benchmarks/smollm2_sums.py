@@ -9,7 +9,7 @@ import re
 import sys
 
 import qerl
-from qerl.config import load_config
+from qerl.recipe import load_config
 
 PLAN = (
     "base=nvfp4 prompts_per_step=32 num_generations=8 max_prompt_length=64 max_completion_length=48 learning_rate=2e-4 "

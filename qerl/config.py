@@ -1,19 +1,9 @@
-"""Every setting of qerl, typed, checked when built, each with its help and unit.
+"""Every setting of qerl, typed, checked when built, each with its help and unit. (Recipes: `qerl.recipe`.)"""
 
-A recipe is a YAML file that holds only what differs from the defaults; `key=value` words override it by dotted keys
-(`quantize.method=rtn`). An unknown key or a value of the wrong type is an error that names the nearest valid key.
-"""
-
-import difflib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-
-from qerl.trl_names import trl_hint
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 Format = Literal["nvfp4", "mxfp4", "nf4"]
 Method = Literal["rtn", "mse", "awq", "gptq"]
@@ -176,13 +166,16 @@ class Config(Section):
     data_dir: Path | None = setting(None, "Folder with data sets as files, looked into before the hub.", "path")
     system_prompt: str | None = setting(None, "In place of the task's own; empty: none.", "text")
     reward_funcs: tuple[str, ...] | None = setting(
-        None, "Rewards by registered name or dotted import path; none: the task's own.", "names"
+        None,
+        "Rewards by registered name, or by import path: module.function, or module:function for the workers; "
+        "none: the task's own.",
+        "names",
     )
     reward_weights: tuple[float, ...] | None = setting(None, "Weight of each reward; none: 1 each.", "factors")
     reward_workers: int = setting(2, "Processes that run graders, where rewards are graders.", "processes", ge=1)
     reward_memory_mb: int = setting(4096, "Memory of each such process.", "MB", ge=256)
     reward_timeout: float | None = setting(
-        None, "Longest call of reward functions (graders have their own).", "s", gt=0
+        None, "Longest call of reward functions; of your own graders for each sample (none: 5).", "s", gt=0
     )
     max_prompt_length: int = setting(512, "Longer prompts are left out.", "tokens", ge=1)
 
@@ -250,6 +243,15 @@ class Config(Section):
     eval_steps: int = setting(50, "Evaluate every so many steps, and before and after.", "steps", ge=1)
     eval_size: int = setting(256, "Held-out prompts, greedily continued; 0: no evaluation.", "prompts", ge=0)
     log_completions: bool = setting(True, "Write every step's completions as Parquet.", "true/false")
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting(
+        (), "Trackers told of metrics and completions besides the files: tensorboard, wandb, trackio; or none.", "names"
+    )
+    project: str | None = setting(None, "Project in wandb and trackio; none: wandb's own choice, qerl.", "name")
+    push_to_hub: bool = setting(False, "Upload the adapter with its card at the end.", "true/false")
+    hub_model_id: str | None = setting(None, "Repository to push to; none: yours, by output_dir's name.", "name")
+    hub_private_repo: bool | None = setting(
+        None, "Make a new repository private; none: as your account has it.", "true/false"
+    )
 
     noise: NoiseConfig = NoiseConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
@@ -262,6 +264,12 @@ class Config(Section):
     @classmethod
     def _on_or_off(cls, value: Any) -> Any:
         return {"enabled": value} if isinstance(value, bool) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers(cls, value: Any) -> Any:
+        named = [value] if isinstance(value, str) else value
+        return [name for name in named if name not in ("none", "")] if isinstance(named, list | tuple) else named
 
     @field_validator("scale_rewards", mode="before")
     @classmethod
@@ -280,123 +288,8 @@ class Config(Section):
             raise ValueError(f"{len(weights)} reward_weights for {len(functions)} reward_funcs.")
         if self.base == "full" and self.init_adapter is not None:
             raise ValueError("init_adapter needs LoRA: take a base other than full.")
+        if self.base == "full" and self.push_to_hub:
+            raise ValueError("push_to_hub uploads adapters, which full training has not. Drop it.")
         if self.base == "full" and self.beta > 0:
             raise ValueError("beta needs the policy without adapter as its reference, which full training has not.")
         return self
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A resolved setting, for people to read."""
-
-    key: str
-    value: Any
-    default: Any
-    unit: str
-    help: str
-
-
-def load_config(recipe: Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Defaults, then the recipe, then `key=value` overrides."""
-    values = _read_recipe(recipe) if recipe else {}
-    for word in overrides:
-        key, equals, text = word.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{word!r} is not an override; write key=value, for example quantize.method=rtn.")
-        try:
-            value = text if text.startswith("*") else yaml.safe_load(text)  # a shell pattern, not a YAML alias
-        except yaml.YAMLError as error:
-            raise ConfigError(f"The value in {word!r} is not YAML: {str(error).splitlines()[0]}.") from error
-        _put(values, key, value)
-    return build_config(values)
-
-
-def default_recipe() -> Path:
-    """The recipe of the default job, shipped with the package."""
-    return Path(__file__).parent / "tiny" / "recipe.yaml"
-
-
-def build_config(values: dict[str, Any]) -> Config:
-    """A checked Config from nested values; keys may be dotted."""
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and isinstance(nested.get(key), dict):
-            nested[key] |= value
-        else:
-            _put(nested, key, value)
-    values = nested
-    try:
-        return Config.model_validate({key: value for key, value in values.items() if value is not None})
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
-
-
-def settings(config: Config) -> list[Setting]:
-    """Every setting with its dotted key, in the order of the classes above."""
-    return list(_walk(config, type(config)(), ""))
-
-
-def _walk(section: BaseModel, defaults: BaseModel, prefix: str) -> Iterator[Setting]:
-    for name, field in type(section).model_fields.items():
-        value, default = getattr(section, name), getattr(defaults, name)
-        if isinstance(value, BaseModel):
-            yield from _walk(value, default, f"{prefix}{name}.")
-        else:
-            extra = field.json_schema_extra
-            unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
-            yield Setting(prefix + name, value, default, unit, field.description or "")
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"There is no recipe {path}.")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold `key: value` lines, not {type(values).__name__}.")
-    return values
-
-
-def _put(values: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for depth, name in enumerate(sections):
-        inner = values[name] = {} if values.get(name) is None else values[name]  # an empty section reads as null
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{key} can't be set: {'.'.join(sections[: depth + 1])} is a value, not a section.")
-        values = inner
-    values[last] = value
-
-
-def _explain(detail: Any) -> str:
-    """One validation error in a sentence, with the key it is about."""
-    key = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
-    if detail["type"] == "extra_forbidden":
-        inner = detail["input"]
-        while isinstance(inner, dict) and inner:  # an unknown section: speak of the first setting in it
-            name, inner = next(iter(inner.items()))
-            key = f"{key}.{name}"
-        if hint := trl_hint(key):
-            return hint
-        return f"There is no setting {key}.{_nearest(key)}"
-    if detail["type"] == "value_error":
-        return f"{key or 'config'}: {detail['ctx']['error']}"
-    known = {entry.key: entry for entry in settings(Config())}
-    hint = f" ({known[key].help})" if key in known else _nearest(key)
-    return f"{key} = {detail['input']!r} is not usable: {detail['msg']}.{hint}"
-
-
-def _nearest(key: str) -> str:
-    """Did you mean ...? by the whole dotted key or by its last word, whichever is nearer."""
-
-    def likeness(known: str) -> float:
-        pairs = ((key, known), (key.rpartition(".")[2], known.rpartition(".")[2]))
-        whole, last = (difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-        return max(whole, last) + 0.01 * whole
-
-    keys = [entry.key for entry in settings(Config())]
-    best = max(keys, key=likeness)
-    return f" Did you mean {best}?" if likeness(best) > 0.6 else " `qerl config` lists all settings."

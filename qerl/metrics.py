@@ -1,21 +1,34 @@
-"""What a run measures, as JSON Lines: one object a step, never rewritten, readable while the run goes on."""
+"""What a run measures, as JSON Lines: one object a step, never rewritten, readable while the run goes on.
+
+Trackers, if there are any, are told the same after the file has it.
+"""
 
 import json
 import math
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    """Who else hears of metrics; `qerl.integrations.trackers`."""
+
+    def log(self, values: dict[str, Any], step: int) -> None: ...
+
+    def table(self, columns: dict[str, list[Any]], step: int) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
 
 
 class Metrics:
     """Appends to `path`; every line is on disk, as far as the system's cache, when `log` returns."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trackers: Listener | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path
+        self.path, self.trackers = path, trackers
         _drop_torn_line(path)
-        self._last = max((line["step"] for line in read_metrics(path)), default=0) if path.exists() else 0
+        self._last = last_step(path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -27,21 +40,34 @@ class Metrics:
             raise ValueError(f"Metrics of step {step} come after step {self._last} in {self.path}.")
         if clash := {"step", "time"} & values.keys():
             raise ValueError(f"Metrics can't be named {', '.join(sorted(clash))}: every line has those already.")
-        line = {"step": step, "time": round(time.time(), 3)} | {
-            key: _plain(key, value) for key, value in values.items()
-        }
+        plain = {key: _plain(key, value) for key, value in values.items()}
+        line = {"step": step, "time": round(time.time(), 3)} | plain
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         self._last = step
+        if self.trackers is not None:
+            self.trackers.log(plain, step)
 
-    def close(self) -> None:
+    def completions(self, columns: dict[str, list[Any]], step: int) -> None:
+        """A step's table of completions, for trackers; the run's folder has it as Parquet."""
+        if self.trackers is not None:
+            self.trackers.table(columns, step)
+
+    def close(self, failed: bool = False) -> None:
         self._file.close()
+        if self.trackers is not None:
+            self.trackers.close(failed)
 
     def __enter__(self) -> "Metrics":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        self.close(failed=kind is not None)
+
+
+def last_step(path: Path) -> int:
+    """The last step that a metrics file has; -1: none."""
+    return max((line["step"] for line in read_metrics(path)), default=-1) if path.exists() else -1
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

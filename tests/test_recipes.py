@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from qerl.config import load_config
+from qerl.recipe import load_config
 from qerl.rl.plan import make_plan
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))

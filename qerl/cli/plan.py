@@ -6,8 +6,8 @@ import typer
 from rich.table import Table
 
 from qerl.cli.words import split_words
-from qerl.config import default_recipe, load_config
 from qerl.console import finish, say, screen
+from qerl.recipe import default_recipe, load_config
 
 PARTS = {
     "weights": "weights that forwards read",

@@ -9,8 +9,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from qerl.cli.words import Overrides, Recipe
-from qerl.config import load_config
 from qerl.console import byte_progress, finish, say, screen
+from qerl.recipe import load_config
 
 
 def quantize(

@@ -1,5 +1,7 @@
 """`qerl train` and `qerl config`."""
 
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -7,8 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from qerl.cli.words import Overrides, Recipe, split_words
-from qerl.config import default_recipe, load_config, settings
 from qerl.console import finish, screen
+from qerl.recipe import default_recipe, load_config, settings
 
 
 def train(
@@ -26,6 +28,8 @@ def train(
     from qerl.rl.folder import resumed_config
     from qerl.rl.run import train as run
 
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a script does not look for your reward functions where it is called
     recipe, overrides = split_words(words)
     config = load_config(recipe or default_recipe(), overrides)
     if resume:

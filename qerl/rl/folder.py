@@ -8,16 +8,18 @@ from pathlib import Path
 
 import yaml
 
-from qerl.config import Config, ConfigError, load_config, settings
+from qerl.config import Config, ConfigError
 from qerl.metrics import read_metrics
 from qerl.quant.partial import writable, write_text
+from qerl.recipe import load_config, settings
 from qerl.tasks.task import FROM_PYTHON
 
 METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"
 # What may change when a run is resumed; anything else would make it another run.
 MAY_CHANGE = {
     *("output_dir", "device", "max_steps", "num_train_epochs", "logging_steps", "save_steps", "save_total_limit"),
-    *("eval_steps", "log_completions", "micro_batch_tokens", "recompute"),
+    *("eval_steps", "log_completions", "micro_batch_tokens", "recompute", "report_to", "project"),
+    *("push_to_hub", "hub_model_id", "hub_private_repo"),
 }
 
 

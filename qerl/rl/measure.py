@@ -77,11 +77,8 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def write_completions(path: Path, step: int, rollout: Rollout, rewards: Rewards, advantages: list[float]) -> None:
-    """One row a completion; `advantage` is empty for dropped groups. The file appears whole."""
-    import pyarrow
-    import pyarrow.parquet
-
+def completions_table(step: int, rollout: Rollout, rewards: Rewards, advantages: list[float]) -> dict[str, list[Any]]:
+    """Columns, one row a completion; `advantage` is empty for dropped groups."""
     trained = iter(advantages)
     kept = {id(group) for group in rollout.groups}
     columns: dict[str, list[Any]] = {"step": [], "prompt": [], "completion": []}
@@ -99,6 +96,14 @@ def write_completions(path: Path, step: int, rollout: Rollout, rewards: Rewards,
         if name not in columns:
             padded = [*values, *[None] * (len(columns["step"]) - len(values))]
             columns[name] = [value if value is None else str(value) for value in padded]
+    return columns
+
+
+def write_completions(path: Path, columns: dict[str, list[Any]]) -> None:
+    """As Parquet; the file appears whole."""
+    import pyarrow
+    import pyarrow.parquet
+
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     pyarrow.parquet.write_table(pyarrow.table(columns), partial)

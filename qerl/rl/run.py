@@ -7,24 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qerl.config import Config, build_config, load_config
+from qerl.config import Config
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
-from qerl.metrics import Metrics
+from qerl.metrics import Listener, Metrics, last_step
 from qerl.model.adapter import add_lora, load_adapter, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
+from qerl.recipe import build_config, load_config
 from qerl.records import Sampling
 from qerl.report import plot_run
 from qerl.rl import checkpoint
+from qerl.rl.card import PLOTS, share_run
 from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import optimizer_bytes, preflight
+from qerl.rl.push import require_login, upload
 from qerl.rl.schedule import layer_sigmas
 from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
@@ -48,6 +51,7 @@ class Result:
     seconds: float  # of this call, loading and evaluation included
     before: dict[str, float]  # evaluation before and after, where there was one
     after: dict[str, float]
+    pushed: str | None = None  # the adapter's address on the hub, where it was pushed
 
     def summary(self) -> dict[str, Any]:
         found = {
@@ -61,6 +65,7 @@ class Result:
             "steps": self.steps,
             "output_dir": str(self.output_dir),
             "checkpoint": str(self.checkpoint),
+            "pushed": self.pushed,
         }
 
 
@@ -83,12 +88,13 @@ def train(
         trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
         with trainer.metrics, trainer.rewards.workers or nullcontext():
             trainer.train()
-        plot_run(output / METRICS, output / "plots")
+        plots = plot_run(output / METRICS, output / PLOTS)
+        pushed = _share(config, plots, trainer.display)
     state = trainer.state
     if state.after:
         stdout().print(final_table(state.before, state.after))
     last = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
-    return Result(output, last, state.step, time.monotonic() - started, state.before, state.after)
+    return Result(output, last, state.step, time.monotonic() - started, state.before, state.after, pushed)
 
 
 def build(
@@ -99,10 +105,32 @@ def build(
     resume: bool = False,
 ) -> Trainer:
     """Everything checked, loaded and tried; what is left is the loop."""
-    output = Path(config.output_dir)
     if resume:
-        require_same(config, output)
+        require_same(config, Path(config.output_dir))
+    if config.report_to:
+        from qerl.integrations.trackers import require_installed
+
+        require_installed(config.report_to)
+    if config.push_to_hub:
+        require_login()
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
+    try:
+        return _trainer(config, rewards, rows, eval_rows, resume, from_python=train_dataset is not None)
+    except BaseException:
+        if rewards.workers is not None:
+            rewards.workers.close()
+        raise
+
+
+def _trainer(
+    config: Config,
+    rewards: Rewards,
+    rows: Sequence[dict[str, Any]],
+    eval_rows: Sequence[dict[str, Any]],
+    resume: bool,
+    from_python: bool,
+) -> Trainer:
+    output = Path(config.output_dir)
     total = total_steps(config, len(rows))
     display = Display(total)
     display.say(f"Loading {config.model} as {config.base} ...")
@@ -128,12 +156,13 @@ def build(
             )
         if state.step == total:
             display.say(f"All {total} steps are done. To go on, raise max_steps.")
+    logged = last_step(output / METRICS)
     cut_back(output, state.step if saved else -1)  # killed before the first checkpoint, a run starts over
     engine = _engine(config, model, tokenizer, state, len(eval_rows), optimizer_bytes(config, updater))
     trained = sum(p.numel() for p in trained_parameters(model).values())
     display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
     output.mkdir(parents=True, exist_ok=True)
-    write_config(config if train_dataset is None else config.model_copy(update={"task": FROM_PYTHON}), output)
+    write_config(config.model_copy(update={"task": FROM_PYTHON}) if from_python else config, output)
     return Trainer(
         config=config,
         model=model,
@@ -146,9 +175,33 @@ def build(
         updater=updater,
         state=state,
         total_steps=total,
-        metrics=Metrics(output / METRICS),
+        metrics=Metrics(output / METRICS, _trackers(config, state.step if saved else None, logged, display)),
         display=display,
     )
+
+
+def _share(config: Config, plots: list[Path], display: Display) -> str | None:
+    """The adapter with its card, and on the hub if that was asked for. A push that fails is said; the run is whole."""
+    if config.base == "full":
+        return None
+    output = Path(config.output_dir)
+    folder = share_run(output, plots)
+    if not config.push_to_hub:
+        return None
+    try:
+        return upload(folder, config.hub_model_id or output.name, config.hub_private_repo)
+    except ValueError as error:
+        display.warn(str(error))
+        return None
+
+
+def _trackers(config: Config, done: int | None, logged: int, display: Display) -> Listener | None:
+    """Trackers that the configuration names. done: the step that a run goes on from."""
+    if not config.report_to:
+        return None
+    from qerl.integrations.trackers import start
+
+    return start(config, done, logged, display.warn)
 
 
 def _task(
@@ -167,27 +220,29 @@ def _task(
     if not functions and not own:
         raise ValueError(f"The task {config.task} brings no rewards: name some in reward_funcs.")
     found = [_reward(f, own, config) if isinstance(f, str) else f for f in functions or own.values()]
-    graded = any(isinstance(function, Grader) for function in found)
-    workers = Workers(config.reward_workers, config.reward_memory_mb) if graded else None
-    rewards = Rewards(found, config.reward_weights, workers, config.reward_timeout)
+    graders = [function for function in found if isinstance(function, Grader)]
+    rewards = Rewards(found, config.reward_weights, None, config.reward_timeout)
     rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
     rows: Any = task.train if task else train_dataset
     held_out: Any = eval_dataset if eval_dataset is not None else task.test if task else []
     if task and not len(rows):
         raise ValueError(f"The task {config.task} is for evaluation only: it has no training rows.")
-    if any(isinstance(f, Grader) and f.path.startswith("qerl.tasks.code:") for f in found):
+    if any(grader.path.startswith("qerl.tasks.code:") for grader in graders):
         rows, held_out = _code_rows(rows, config), _code_rows(held_out, config)
     for name, data in (("train_dataset", rows), ("eval_dataset", held_out)):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(f"{name} must be a sequence of rows with a length (a list, a datasets.Dataset).")
         if len(data) and "prompt" not in data[0]:
             raise ValueError(f"A row of {name} needs a `prompt` column; this data has {', '.join(data[0])}.")
+    if graders:  # started last, when nothing of the above is refused
+        rewards.workers = Workers(config.reward_workers, config.reward_memory_mb, graders)
     return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]
 
 
 def _reward(name: str, own: Mapping[str, RewardFunction | Grader], config: Config) -> RewardFunction | Grader:
     """A reward by its name: the task's own, a shipped one, or an import path."""
-    return own.get(name) or shipped_reward(name, config.max_completion_length) or import_reward(name)
+    shipped = shipped_reward(name, config.max_completion_length)
+    return own.get(name) or shipped or import_reward(name, config.reward_timeout)
 
 
 def _code_rows(rows: Any, config: Config) -> Any:

@@ -24,7 +24,7 @@ from qerl.rl.display import Display
 from qerl.rl.evaluate import evaluate
 from qerl.rl.folder import CHECKPOINTS, COMPLETIONS
 from qerl.rl.guard import CollapseWatch, Interrupts
-from qerl.rl.measure import peak_memory_gb, rollout_metrics, update_metrics, write_completions
+from qerl.rl.measure import completions_table, peak_memory_gb, rollout_metrics, update_metrics, write_completions
 from qerl.rl.rollout import Rollout, collect, train_samples
 from qerl.rl.schedule import NoiseLevel, layer_sigmas, learning_rate
 from qerl.rl.update import Tally, Updater
@@ -202,7 +202,9 @@ class Trainer:
             metrics["learning_rate"] = results[-1]["learning_rate"]
         if config.log_completions:
             path = Path(config.output_dir) / COMPLETIONS / f"step-{step:06d}.parquet"
-            write_completions(path, step, rollout, self.rewards, [sample.advantage for sample in samples])
+            columns = completions_table(step, rollout, self.rewards, [sample.advantage for sample in samples])
+            write_completions(path, columns)
+            self.metrics.completions(columns, step)
         self.metrics.log(metrics, step)
         state.step, state.position, state.too_long = step, self.source.position, self.source.too_long
         state.sigma, state.target, state.watched = self.noise.sigma, self.noise.target, self.watch.seen

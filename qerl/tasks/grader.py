@@ -13,3 +13,4 @@ class Grader:
     name: str  # in metrics; one with `accuracy` in it is the accuracy reward
     path: str  # "module:function"
     timeout: float = 5.0  # seconds for a sample
+    prepare: str = ""  # "module:function", called once in a worker before its first sample, off the clock

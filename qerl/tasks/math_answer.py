@@ -179,6 +179,11 @@ def _verified(right: str, given: str) -> bool:
     return verify(one, other) or (bool(_RELATION.search(given)) and verify(other, one))
 
 
+def prepare() -> None:
+    """Import math-verify and sympy, and have them build their tables: the better part of a second, once a process."""
+    _verified(r"\frac{x}{2} + 1", r"\frac{x + 2}{2}")
+
+
 @cache
 def _math_verify() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
     """math-verify's parse and verify, without their timeouts and what they log about that."""

@@ -194,8 +194,9 @@ def reward_name(function: RewardFunction | Grader) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def import_reward(path: str) -> RewardFunction | Grader:
-    """A function by its dotted import path; written module:function it is a grader, called in the workers."""
+def import_reward(path: str, timeout: float | None = None) -> RewardFunction | Grader:
+    """A function by its dotted import path, called in this process; written module:function it is a grader, called in
+    the workers, with so many seconds for a sample."""
     module, dot, name = path.rpartition(":" if ":" in path else ".")
     if not dot:
         raise ValueError(
@@ -204,7 +205,12 @@ def import_reward(path: str) -> RewardFunction | Grader:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"The reward {path!r} can't be imported: {error}.") from error
+        raise ValueError(
+            f"The reward {path!r} can't be imported: {error}. Modules are found in the folder that the command runs in "
+            "and wherever Python finds them (PYTHONPATH)."
+        ) from error
     if not callable(function):
         raise ValueError(f"The reward {path!r} is not a function.")
-    return Grader(name, path) if ":" in path else function
+    if ":" not in path:
+        return function  # type: ignore[no-any-return]
+    return Grader(name, path) if timeout is None else Grader(name, path, timeout)

@@ -8,10 +8,10 @@ from qerl.tasks.rewards import RewardFunction
 
 Reward = RewardFunction | Grader
 
-# math-verify and sympy are imported by the first sample that needs them.
-MATH = Grader("math_accuracy", "qerl.tasks.math_graders:accuracy", timeout=15.0)
-GSM8K = Grader("gsm8k_accuracy", "qerl.tasks.math_graders:gsm8k", timeout=15.0)
-DAPO = Grader("dapo_score", "qerl.tasks.math_graders:dapo", timeout=15.0)
+SYMPY = "qerl.tasks.math_answer:prepare"  # slow to load: workers do it before their first sample
+MATH = Grader("math_accuracy", "qerl.tasks.math_graders:accuracy", prepare=SYMPY)
+GSM8K = Grader("gsm8k_accuracy", "qerl.tasks.math_graders:gsm8k", prepare=SYMPY)
+DAPO = Grader("dapo_score", "qerl.tasks.math_graders:dapo", prepare=SYMPY)
 COUNTDOWN = Grader("countdown_accuracy", "qerl.tasks.countdown:accuracy")
 REASONING = Grader("reasoning_accuracy", "qerl.tasks.reasoning:accuracy")
 MBPP = Grader("mbpp_accuracy", "qerl.tasks.code:mbpp", timeout=30.0)

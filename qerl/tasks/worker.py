@@ -1,10 +1,12 @@
 """A worker process: grades one sample at a time and answers on a pipe. Started by workers.py as a file of its own.
 
 Messages are JSON behind four bytes of length. Nothing that a worker sends is ever unpickled. It first learns how to
-import (`path`) and its memory limit; then for each sample it says `started` when the grader is imported, so that the
-clock runs for grading only, and sends the score. Standard library only, until a grader is imported.
+import (`path`), its memory limit, and which graders to make ready before anybody asks; then for each sample it says
+`started` when the grader is ready, so that the clock runs for grading only, and sends the score. Standard library only,
+until a grader is imported.
 """
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -49,6 +51,15 @@ def find(path: str) -> GraderFunction:
     return function  # type: ignore[no-any-return]
 
 
+def ready(path: str, prepare: str) -> GraderFunction:
+    """A grader, imported, with what it loads lazily loaded."""
+    function: Any = find(path)
+    if prepare:
+        preparation: Any = find(prepare)
+        preparation()
+    return function  # type: ignore[no-any-return]
+
+
 def grade(function: GraderFunction, text: str, row: dict[str, Any]) -> dict[str, Any]:
     random.seed(0)  # a grader that draws numbers gives the same score whichever samples came before
     try:
@@ -80,18 +91,21 @@ def main() -> None:
     limit = setting["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    found: dict[str, GraderFunction] = {}
+    found: dict[tuple[str, str], GraderFunction] = {}
+    for path, prepare in setting["graders"]:
+        with contextlib.suppress(Exception):  # whoever asks for this one hears why
+            found[path, prepare] = ready(path, prepare)
     depth = sys.getrecursionlimit()
     while (job := receive(requests)) is not None:
-        path = job["grader"]
-        if path not in found:
+        grader = job["grader"], job["prepare"]
+        if grader not in found:
             try:
-                found[path] = find(path)
+                found[grader] = ready(*grader)
             except Exception as error:  # noqa: BLE001 - importing runs any code; the reason goes to the caller
                 send(replies, {"missing": f"{type(error).__name__}: {error}"[:500]})
                 continue
         send(replies, {"started": True})
-        reply = grade(found[path], job["text"], job["row"])
+        reply = grade(found[grader], job["text"], job["row"])
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that a grader has left on would meet the next sample
         sys.setrecursionlimit(depth)
         send(replies, reply)

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +61,11 @@ class Job:
 class Workers:
     """A pool of worker processes. Start it before CUDA; submit from any thread."""
 
-    def __init__(self, count: int = 2, memory_mb: int = 4096) -> None:
+    def __init__(self, count: int = 2, memory_mb: int = 4096, graders: Sequence[Grader] = ()) -> None:
+        """graders: these are made ready at once; others when they are first asked for."""
         if count < 1 or memory_mb < 256:
             raise ValueError(f"{count} workers with {memory_mb} MB: there must be at least one, with at least 256 MB.")
-        self.memory_mb = memory_mb
+        self.memory_mb, self.graders = memory_mb, tuple(graders)
         self.failures: Counter[str] = Counter()  # samples by reason, since the start
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -87,8 +88,8 @@ class Workers:
 
     def submit(self, grader: Grader, text: str, row: dict[str, Any]) -> "Future[Graded]":
         """Queue a sample. The result never raises for what a grader did; it does if the grader can't be imported."""
-        request = json.dumps({"grader": grader.path, "text": text, "row": row}, default=_plain).encode()
-        job = Job(grader, request, Future())
+        request = {"grader": grader.path, "prepare": grader.prepare, "text": text, "row": row}
+        job = Job(grader, json.dumps(request, default=_plain).encode(), Future())
         with self._lock:
             if self._closed:
                 raise ValueError("The workers are closed: submit inside the with block.")
@@ -119,6 +120,8 @@ class Workers:
 
     def _work(self, slot: int) -> None:
         """The thread of one worker: take a job, see it done or its worker dead, and take the next."""
+        if self.graders:
+            self._start(slot)
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
@@ -164,7 +167,7 @@ class Workers:
             process.end()
 
     def _start(self, slot: int) -> "_Process":
-        process = _Process(self.memory_mb)
+        process = _Process(self.memory_mb, self.graders)
         with self._lock:
             if self._closed:
                 process.kill()
@@ -175,7 +178,7 @@ class Workers:
 class _Process:
     """One worker process, seen from its thread."""
 
-    def __init__(self, memory_mb: int) -> None:
+    def __init__(self, memory_mb: int, graders: Sequence[Grader]) -> None:
         environment = os.environ | {
             "PYTHONHASHSEED": "0",  # the order of sets is the same in every worker and every run
             "OMP_NUM_THREADS": "1",
@@ -197,15 +200,15 @@ class _Process:
         os.set_blocking(self.requests, False)
         os.set_blocking(self.replies, False)
         path = [entry or os.getcwd() for entry in sys.path]
-        self.setting: bytes | None = json.dumps({"path": path, "memory_mb": memory_mb}).encode()
+        named = [(grader.path, grader.prepare) for grader in graders]
+        setting = {"path": path, "memory_mb": memory_mb, "graders": named}
+        with contextlib.suppress(OSError, TimeoutError):  # one that has ended already is noticed at its first sample
+            self._write(json.dumps(setting).encode(), time.monotonic() + IMPORT_SECONDS)
 
     def grade(self, job: Job) -> Graded:
         """NotStartedError: the worker has ended, or hung, before it came to the sample."""
         deadline = time.monotonic() + IMPORT_SECONDS
         try:
-            if self.setting is not None:
-                self._write(self.setting, deadline)
-                self.setting = None
             self._write(job.request, deadline)
             reply = self._reply(deadline)
         except (TimeoutError, EOFError, OSError, ValueError, TypeError) as error:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import qerl
-from qerl.config import default_recipe, load_config
 from qerl.errors import Interrupted
+from qerl.recipe import default_recipe, load_config
 from qerl.rl import checkpoint
 from qerl.rl.guard import CollapseWatch, Interrupts
 from qerl.rl.run import build

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from qerl.cli import app
-from qerl.config import Config, build_config
+from qerl.config import Config
+from qerl.recipe import build_config
 from qerl.rl.plan import make_plan
 from qerl.tasks.size import training_rows
 

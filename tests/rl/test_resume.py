@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow.parquet
@@ -15,43 +15,34 @@ import torch
 import qerl
 from qerl.rl import checkpoint
 from qerl.rl.folder import claimed, resumed_config
+from tests.rl.kills import ANYWHERE, NOT_AT_ALL, PHASES
 from tests.rl.test_trainer import few_threads, timeless, tiny_job  # noqa: F401 (a fixture)
 from tests.test_cli import qerl_command
 
 WORDS = (
-    *("prompts_per_step=4", "num_generations=4", "eval_size=8", "save_steps=1", "save_total_limit=2"),
+    *("prompts_per_step=4", "num_generations=4", "eval_size=8", "save_steps=2", "save_total_limit=2"),
     *("steps_per_generation=2", "num_iterations=2", "noise.schedule=entropy", "eval_steps=3"),
+    "reward_funcs=[tests.rl.kills.accuracy]",
 )
-# One thread, as bit for bit asks for the same number of threads.
-START = "import sys, torch; torch.set_num_threads(1); from qerl.cli import main; sys.argv = {words!r}; main()"
 
 
-def start(folder: Path, *words: str, resume: bool) -> subprocess.Popen[str]:
-    line = ["qerl", "train", f"output_dir={folder}", *(["--resume"] if resume else [*WORDS, *words])]
+def start(folder: Path, phase: str, seed: int, *words: str) -> subprocess.Popen[str]:
+    """The run in a process of its own, begun or resumed, to be killed in a phase; kills are noted beside the folder."""
+    going = ["--resume"] if (folder / "config.yaml").exists() else [*WORDS, *words]
+    line = ["-m", "tests.rl.kills", phase, seed, folder.with_suffix(".kills"), "train", f"output_dir={folder}", *going]
     log = open(folder.with_suffix(".log"), "a")  # noqa: SIM115 (the process writes to it)
-    return subprocess.Popen([sys.executable, "-c", START.format(words=line)], stdout=log, stderr=log, text=True)
+    return subprocess.Popen([sys.executable, *map(str, line)], stdout=log, stderr=log, text=True)
 
 
-def train_with_kills(folder: Path, kills: int, steps: int, seed: int) -> int:
-    """Run to the end, killed up to so many times at random moments once training is under way; returns how often."""
-    draw, done = random.Random(seed), 0
-    while True:
-        resume = (folder / "config.yaml").exists()
-        process = start(folder, f"max_steps={steps}", resume=resume)
-        if done < kills:
-            while process.poll() is None and not (folder / "config.yaml").exists():
-                time.sleep(0.02)
-            marker = folder / "metrics.jsonl"
-            begun = marker.stat().st_mtime_ns if marker.exists() else 0
-            while process.poll() is None and (not marker.exists() or marker.stat().st_mtime_ns == begun):
-                time.sleep(0.005)  # cut back, and a first line written: the loop is running
-            time.sleep(draw.random() * 1.5)
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-                done += 1
+def train_with_kills(folder: Path, phases: Sequence[str], steps: int) -> list[str]:
+    """Run to the end, killed once in each phase, in this order; returns the kills that struck before it was done."""
+    for seed, phase in enumerate([*phases, NOT_AT_ALL]):
+        process = start(folder, phase, seed, f"max_steps={steps}")
         if process.wait() == 0:
-            return done
+            break
         assert process.returncode == -signal.SIGKILL, folder.with_suffix(".log").read_text()
+    assert process.returncode == 0
+    return folder.with_suffix(".kills").read_text().split()
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -64,22 +55,20 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: Path) -> None:
-    assert start(tmp_path / "whole", "max_steps=6", resume=False).wait() == 0
-    assert train_with_kills(tmp_path / "killed", kills=3, steps=6, seed=0) >= 1
+    whole = start(tmp_path / "whole", NOT_AT_ALL, 0, "max_steps=5")
+    phases = ["checkpoint", "update"]
+    assert train_with_kills(tmp_path / "killed", phases, steps=5) == phases
+    assert whole.wait() == 0
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.slow
 def test_fifty_kills(tmp_path: Path) -> None:
-    assert start(tmp_path / "whole", "max_steps=60", resume=False).wait() == 0
-    kills = 0
-    for attempt in range(10):
-        folder = tmp_path / f"killed-{attempt}"
-        kills += train_with_kills(folder, kills=50 - kills, steps=60, seed=attempt)
-        assert_same_run(tmp_path / "whole", folder)
-        if kills >= 50:
-            return
-    pytest.fail(f"only {kills} kills struck")
+    phases = [*PHASES * 9, *[ANYWHERE] * 5]
+    random.Random(0).shuffle(phases)
+    assert start(tmp_path / "whole", NOT_AT_ALL, 0, "max_steps=100").wait() == 0
+    assert train_with_kills(tmp_path / "killed", phases, steps=100) == phases
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.parametrize("harm", ["truncated", "flipped", "missing", "extra", "no checksums"])
@@ -121,7 +110,7 @@ def test_full_training_and_eight_bit_adamw_resume_exactly(tmp_path: Path) -> Non
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     result = qerl.train(tiny_job(tmp_path / "a", "max_steps=1", "eval_size=0"))
     kinds = {path.suffix for path in result.output_dir.rglob("*") if path.is_file()}
-    assert kinds == {".jsonl", ".yaml", ".parquet", ".safetensors", ".json", ".png"}
+    assert kinds == {".jsonl", ".yaml", ".parquet", ".safetensors", ".json", ".png", ".md"}
 
 
 def test_a_second_process_and_a_folder_that_cant_be_written_are_refused(tmp_path: Path) -> None:

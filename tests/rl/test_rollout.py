@@ -5,7 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from qerl.config import Config, build_config
+from qerl.config import Config
+from qerl.recipe import build_config
 from qerl.records import Completion, Request, Sampling
 from qerl.rl.data import PromptSource
 from qerl.rl.rollout import Rollout, collect, train_samples

@@ -2,7 +2,8 @@ import math
 
 import pytest
 
-from qerl.config import Config, NoiseConfig, build_config
+from qerl.config import Config, NoiseConfig
+from qerl.recipe import build_config
 from qerl.rl.schedule import NoiseLevel, layer_sigmas, learning_rate, stage_of, stage_sigma
 
 

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +14,12 @@ import torch
 import yaml
 
 import qerl
-from qerl.config import Config, ConfigError, default_recipe, load_config
+from qerl.config import Config, ConfigError
 from qerl.errors import Interrupted
 from qerl.metrics import read_metrics
 from qerl.model.adapter import trained_parameters
 from qerl.model.packing import next_tokens, pack
+from qerl.recipe import default_recipe, load_config
 from qerl.records import Completion
 from qerl.rl.batch import micro_batches
 from qerl.rl.folder import resumed_config
@@ -148,6 +152,7 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
         "completions",
         "checkpoints",
         "plots",
+        "adapter",
     }
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
     assert {path.stem for path in (run / "plots").iterdir()} == {"reward", "accuracy", "entropy", "sigma", "length"}
@@ -173,6 +178,25 @@ def timeless(path: Path) -> list[dict]:
         {k: v for k, v in line.items() if k not in odd and not k.startswith(("timing_s/", "memory/"))}
         for line in read_metrics(path)
     ]
+
+
+def test_a_recipe_names_your_graders_in_the_folder_where_the_command_runs(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "import time\ndef long(text, row):\n    return len(text) + 1\ndef hangs(text, row):\n    time.sleep(60)\n"
+    )
+    recipe = {"reward_funcs": ["my_rewards:long", "my_rewards:hangs"], "reward_timeout": 0.2, "output_dir": "run"}
+    small = {"max_steps": 1, "prompts_per_step": 2, "num_generations": 2, "eval_size": 0, "dynamic_sampling": False}
+    small |= {"max_prompt_length": 64, "max_completion_length": 8}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | small))
+    script = "import sys; from qerl.cli import main; sys.argv[1:] = ['train', 'recipe.yaml']; main()"
+    command = [sys.executable, "-P", "-c", script]  # -P: as the installed `qerl`, which is not in this folder
+    environment = os.environ | {"PYTHONPATH": str(Path(qerl.__file__).parents[1])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert last_json(done)["steps"] == 1
+    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert line["rewards/long/mean"] > 0
+    assert line["rewards/hangs/mean"] == 0
+    assert line["grading/timeout"] == 4
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import qerl
-from qerl.config import default_recipe, load_config
 from qerl.metrics import read_metrics
+from qerl.recipe import default_recipe, load_config
 from qerl.rl.run import build
 
 pytestmark = pytest.mark.gpu

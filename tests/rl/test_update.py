@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.config import build_config
 from qerl.model.adapter import LoraSettings, add_lora, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.loader import load
+from qerl.recipe import build_config
 from qerl.rl.batch import TrainSample, micro_batches
 from qerl.rl.update import Tally, Updater, make_optimizer
 from tests.model.test_adapter import shake

@@ -151,6 +151,7 @@ def test_the_accuracy_reward_is_found_by_name() -> None:
 def test_functions_by_import_path() -> None:
     assert import_reward("tests.tasks.test_rewards.score") is score
     assert import_reward("tests.tasks.graders:echo") == Grader("echo", "tests.tasks.graders:echo")
+    assert import_reward("tests.tasks.graders:echo", 0.5) == Grader("echo", "tests.tasks.graders:echo", 0.5)
     for path, message in (
         ("nowhere", "dotted path"),
         ("tests.nothing.f", "can't be imported"),

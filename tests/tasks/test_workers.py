@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,32 @@ def test_a_grader_that_cannot_be_imported_is_an_error(path: str):
         with pytest.raises(ValueError, match="can't be imported"):
             workers.submit(Grader("x", path), "", {}).result(timeout=60)
         assert workers.grade(LENGTH, [("abc", {})])[0].score == 3
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_grader_is_prepared_in_every_worker_before_its_first_sample(ahead: bool):
+    grader = Grader("prepared", "tests.tasks.graders:prepared", 60.0, prepare="tests.tasks.graders:prepare")
+    with Workers(2, graders=[grader] if ahead else []) as workers:
+        samples = [("", {})] * 6
+        assert {g.score for g in workers.grade(grader, samples)} == {1.0}
+        assert workers.grade(PATIENT, [("exit", {})])[0].reason == "crash"
+        assert {g.score for g in workers.grade(grader, samples)} == {1.0}, "also in the one that took its place"
+
+
+def test_preparing_is_off_the_clock_and_its_failure_is_told():
+    late = Grader("late", "tests.tasks.graders:length", 0.5, prepare="tests.tasks.graders:slowly")
+    broken = Grader("broken", "tests.tasks.graders:length", prepare="tests.tasks.graders:unprepared")
+    with Workers(1, graders=[late, broken]) as workers:
+        assert workers.grade(late, [("abc", {})])[0].score == 3
+        with pytest.raises(ValueError, match="no licence for sympy"):
+            workers.grade(broken, [("", {})])
+
+
+def test_graders_of_mathematics_answer_in_time_from_their_first_sample():
+    """math-verify and sympy are loaded before the clock starts."""
+    with Workers(1, graders=[shipped.MATH]) as workers:
+        quick = replace(shipped.MATH, timeout=2.0)
+        assert workers.grade(quick, [("\\boxed{x + x}", {"answer": "2x"})])[0] == Graded(1.0)
 
 
 def test_closing_ends_everything_at_once():

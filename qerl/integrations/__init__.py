@@ -1,0 +1,1 @@
+"""Optional libraries of other people. Imported only where a setting names one."""

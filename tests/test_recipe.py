@@ -1,0 +1,82 @@
+"""Recipes and overrides, and what is said about mistakes in them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qerl.config import Config, ConfigError
+from qerl.recipe import load_config
+
+
+def test_recipe_then_overrides(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(yaml.safe_dump({"quantize": {"method": "rtn", "format": "mxfp4", "ignore": ["*.0.*"]}}))
+    config = load_config(recipe, ["quantize.format=nf4", "quantize.double_quant=true"]).quantize
+    assert (config.method, config.format, config.double_quant, config.ignore) == ("rtn", "nf4", True, ("*.0.*",))
+
+
+def test_a_single_pattern_may_stand_without_a_list() -> None:
+    assert load_config(None, ["quantize.ignore=*.layers.0.*"]).quantize.ignore == ("*.layers.0.*",)
+    assert load_config(None, ["quantize.ignore=[a, b]"]).quantize.ignore == ("a", "b")
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "r.yaml") == Config()
+    (tmp_path / "r.yaml").write_text("quantize:\n")
+    assert load_config(tmp_path / "r.yaml") == Config()
+    assert load_config(tmp_path / "r.yaml", ["quantize.method=rtn"]).quantize.method == "rtn"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("quantize.metod=rtn", "There is no setting quantize.metod. Did you mean quantize.method?"),
+        ("metod=rtn", "Did you mean quantize.method?"),
+        ("quantise.format=nf4", "Did you mean quantize.format?"),
+        ("quantize.calibration.num_sample=3", "Did you mean quantize.calibration.num_samples?"),
+        ("quantize.max_shard_size=big", "quantize.max_shard_size = 'big' is not usable"),
+        ("quantize.max_shard_size=-1", "greater than 0"),
+        ("quantize.max_shard_size=true", "where a float belongs"),
+        ("quantize.max_shard_size=.inf", "less than or equal to 1000"),
+        ("quantize.format=int4", "'nvfp4', 'mxfp4' or 'nf4'"),
+        ("quantize=3", "quantize = 3 is not usable"),
+        ("quantize.format.x=3", "quantize.format"),
+        ("nonsense", "write key=value"),
+        ("quantize.ignore=[", "is not YAML"),
+        ("learning_rat=1", "Did you mean learning_rate?"),
+        ("per_device_train_batch_size=4", "prompts_per_step x num_generations completions are a rollout"),
+        ("use_vllm=true", "qerl samples with its own engine"),
+        ("temperature=0", "greater than 0"),
+        ("noise.num_stages=1", "greater than or equal to 2"),
+    ],
+)
+def test_errors_name_the_key_and_the_remedy(override: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(None, [override])
+    assert hint in str(error.value)
+
+
+def test_off_is_a_word_also_where_yaml_reads_it_as_false() -> None:
+    assert load_config(None, ["noise.schedule=off", "correction.form=off"]).noise.schedule == "off"
+
+
+def test_a_broken_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There is no recipe"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"bad\.yaml is not valid YAML"):
+        load_config(tmp_path / "bad.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="key: value"):
+        load_config(tmp_path / "list.yaml")
+
+
+def test_trackers_as_trl_users_write_them() -> None:
+    assert load_config(None, ["report_to=wandb"]).report_to == ("wandb",)
+    assert load_config(None, ["report_to=[wandb, tensorboard]"]).report_to == ("wandb", "tensorboard")
+    for nothing in ("none", "[none]", "[]", "null"):
+        assert load_config(None, [f"report_to={nothing}"]).report_to == ()
+    with pytest.raises(ConfigError, match="'tensorboard', 'wandb' or 'trackio'"):
+        load_config(None, ["report_to=neptune"])
