@@ -59,6 +59,10 @@ def add_lora(model: Decoder, settings: LoraSettings, seed: int = 0) -> None:
     if settings.train_norms:
         for _, norm in _norms(model):
             norm.train_gain()
+    if model.device.type == "cuda" and model.dtype == torch.bfloat16:
+        for module in model.modules():
+            if isinstance(module, Projection):
+                module.lay_out_lora(model.dtype)
     model.lora = settings
 
 

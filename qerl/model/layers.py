@@ -8,13 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qerl.kernels.choice import fused
+from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.heads import Heads
+from qerl.kernels.low_rank import LowRank, low_rank_buffers
 from qerl.kernels.quant_linear import quant_linear
 from qerl.kernels.rms_norm import add_rms_norm, rms_norm
 from qerl.kernels.swiglu import swiglu
 from qerl.model.architecture import PROJECTIONS, Architecture
 from qerl.model.trained import Trained
 from qerl.quant.layout import Quantized, dequantize_into
+from qerl.quant.mxfp4 import MXFP4
+from qerl.quant.nvfp4 import NVFP4
 
 # attend(layer, heads not yet turned) -> [T, H, d]. Packed sequences and a paged cache bring their own.
 Attend = Callable[[int, Heads], Tensor]
@@ -57,16 +62,24 @@ class DenseWeight(nn.Module):
 class QuantizedWeight(nn.Module):
     """Frozen matrices in 4 bits, fused along N; each part keeps its own scales, and may be dense (an ignored layer).
 
-    On a CPU, which has no kernel for 4 bits, a dequantized copy is kept.
+    On a CPU, which has no kernel for 4 bits, a dequantized copy is kept. On a GPU with bf16 activations, NVFP4 and
+    MXFP4 are laid out for the kernels, in place of the parts.
     """
 
     def __init__(self, parts: list[Quantized | Tensor], dtype: torch.dtype, keep_copy: bool) -> None:
         super().__init__()
         self.parts = parts
+        self.tiles = _tiles(parts) if not keep_copy and dtype == torch.bfloat16 else None
+        if self.tiles is not None:
+            self.parts = []
         self.kept = self.dense(dtype) if keep_copy else None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The whole matrix [N, K], dequantized."""
+        if self.tiles is not None:
+            from qerl.kernels.gpu.fp4_tiled import dequantize_tiles
+
+            return dequantize_tiles(self.tiles).to(dtype)
         shapes = [part.shape for part in self.parts]
         first = self.parts[0] if isinstance(self.parts[0], Tensor) else self.parts[0].packed
         whole = torch.empty(sum(n for n, _ in shapes), shapes[0][1], dtype=dtype, device=first.device)
@@ -79,6 +92,15 @@ class QuantizedWeight(nn.Module):
 
     def linear(self, x: Tensor) -> Tensor:
         return F.linear(x, self.kept) if self.kept is not None else quant_linear(x, self.dense)
+
+
+def _tiles(parts: list[Quantized | Tensor]) -> Tiles | None:
+    """None where the kernels do not serve: NF4, 16-bit parts, two formats, no GPU."""
+    for kind in (NVFP4, MXFP4):
+        found = [part for part in parts if isinstance(part, kind)]
+        if len(found) == len(parts) and all(part.packed.is_cuda for part in found):
+            return tile(found)
+    return None
 
 
 Weight = DenseWeight | QuantizedWeight
@@ -120,8 +142,16 @@ class Projection(nn.Module):
         self.parts, self.sizes, self.weight, self.bias = parts, sizes, weight, bias
         self.trained_bias: Trained | None = None
         self.lora = nn.ModuleDict()
+        self.low: LowRank | None = None  # the same LoRA as kernels read it, on a GPU
 
     def forward(self, x: Tensor, mode: Mode) -> Tensor:
+        return self._fused(x, mode, gated=False) if self._serves(x, mode) else self._plain(x, mode)
+
+    def gated(self, x: Tensor, mode: Mode) -> Tensor:
+        """silu(first half of the outputs) * second half: gate and up."""
+        return self._fused(x, mode, gated=True) if self._serves(x, mode) else swiglu(self._plain(x, mode))
+
+    def _plain(self, x: Tensor, mode: Mode) -> Tensor:
         y = self.weight.linear(x)
         bias = self.bias if self.trained_bias is None else self.trained_bias.read()
         if bias is not None:
@@ -129,6 +159,45 @@ class Projection(nn.Module):
         if mode.adapter and self.lora:
             y = y + self._lora(x)
         return y
+
+    def _serves(self, x: Tensor, mode: Mode) -> bool:
+        """Whether kernels can do it all: no gradients, bf16 on a GPU, and LoRA in their layout."""
+        ready = self.low is not None or not self.lora or not mode.adapter
+        tiled = isinstance(self.weight, DenseWeight) or self.weight.tiles is not None
+        trains = torch.is_grad_enabled() and (x.requires_grad or self.lora or self.trained_bias is not None)
+        return ready and tiled and not trains and x.dtype == torch.bfloat16 and fused(x)
+
+    def _fused(self, x: Tensor, mode: Mode, gated: bool) -> Tensor:
+        from qerl.kernels.gpu.fp4_linear import dense_linear, fp4_linear
+
+        rows = x.flatten(0, -2)
+        low = self.low if mode.adapter else None
+        bias = self.bias if self.trained_bias is None else self.trained_bias.read()
+        if isinstance(self.weight, DenseWeight):
+            y = dense_linear(rows, self.weight.read(), bias, low, gated)
+        else:
+            assert self.weight.tiles is not None
+            y = fp4_linear(rows, self.weight.tiles, bias, low, gated)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def lay_out_lora(self, dtype: torch.dtype) -> None:
+        """Put LoRA's copies where kernels read them together. Parts must begin at multiples of 64, as kernels work."""
+        parts = [self.lora[part] for part in self.parts if part in self.lora]
+        if not parts or any(size % 64 for size in self.sizes[:-1]):
+            return
+        first = parts[0]
+        assert isinstance(first, Lora)
+        rank, inputs = first.a.master.shape
+        low = low_rank_buffers(self.sizes, inputs, rank, first.scale, dtype, first.a.master.device)
+        for a, b, part in zip(
+            torch.split(low.a, low.rank), torch.split(low.b, list(self.sizes)), self.parts, strict=True
+        ):
+            if part in self.lora:
+                lora = self.lora[part]
+                assert isinstance(lora, Lora)
+                lora.a.lie_in(a[:rank])
+                lora.b.lie_in(b[:, :rank])
+        self.low = low
 
     def _lora(self, x: Tensor) -> Tensor:
         deltas = [
@@ -196,7 +265,7 @@ class Mlp(nn.Module):
         self.gate_up, self.down = gate_up, down
 
     def forward(self, x_TD: Tensor, mode: Mode) -> Tensor:
-        out: Tensor = self.down(swiglu(self.gate_up(x_TD, mode)), mode)
+        out: Tensor = self.down(self.gate_up.gated(x_TD, mode), mode)
         return out
 
 

@@ -41,6 +41,13 @@ class Trained(nn.Module):
         return out
 
     @torch.no_grad()
+    def lie_in(self, place: Tensor) -> None:
+        """Keep the copy in a part of a larger tensor."""
+        assert self.copy is not None
+        place.copy_(self.copy)
+        self.copy = place
+
+    @torch.no_grad()
     def write(self, value: Tensor) -> None:
         """Set the value in place, master and copy."""
         if value.shape != self.master.shape:

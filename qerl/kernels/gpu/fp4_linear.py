@@ -1,4 +1,4 @@
-"""y = x W^T + bias + LoRA for a weight in 4 bits on a GPU, without gradients: which kernel.
+"""y = x W^T + bias + LoRA on a GPU, without gradients: which kernel.
 
 Up to 16 rows `fp4_skinny` (CUDA C++, where there is a compiler), up to about a thousand `fp4_tiled`; beyond, the weight
 is written out in bf16 at memory speed and cuBLAS multiplies.
@@ -17,6 +17,14 @@ from qerl.kernels.low_rank import LowRank
 DENSE_FROM = 1024  # rows from which dequantization pays
 
 
+def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, low: LowRank | None, paired: bool) -> Tensor:
+    """The same for a weight in bf16: cuBLAS, and LoRA in two launches."""
+    y = F.linear(x, weight, bias)
+    if low is not None:
+        add_low_rank(y, x, low)
+    return swiglu(y) if paired else y
+
+
 def fp4_linear(
     x: Tensor, tiles: Tiles, bias: Tensor | None = None, low: LowRank | None = None, paired: bool = False
 ) -> Tensor:
@@ -30,7 +38,5 @@ def fp4_linear(
     if rows < DENSE_FROM:
         y = tiled_linear(x, tiles, bias, low, plan_for(rows, *tiles.words.shape[:2]))
     else:
-        y = F.linear(x, dequantize_tiles(tiles), bias)
-        if low is not None:
-            add_low_rank(y, x, low)
+        return dense_linear(x, dequantize_tiles(tiles), bias, low, paired)
     return swiglu(y) if paired else y
