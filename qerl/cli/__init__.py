@@ -10,6 +10,7 @@ import typer
 from qerl import __version__
 from qerl.cli.bench import bench
 from qerl.cli.compare import compare
+from qerl.cli.export import export
 from qerl.cli.generate import chat, generate
 from qerl.cli.quantize import quantize
 from qerl.cli.shapes import memory, random
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning for large language models on 4-bit weights.",
 )
-for command in (quantize, train, generate, chat, config, compare, sweep, memory, random):
+for command in (quantize, train, generate, chat, config, export, compare, sweep, memory, random):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

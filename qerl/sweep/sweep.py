@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def run_sweep(grid: Grid, on_step: OnStep = lambda number, point, line: None) ->
             if outcomes[number].status != DONE:
                 outcomes[number] = Outcome(BEGUN)
                 _write(grid, outcomes)
-                outcomes[number] = _run(grid, point, lambda line, n=number, p=point: on_step(n, p, line))  # type: ignore[misc]
+                outcomes[number] = _run(grid, point, partial(on_step, number, point))
                 _write(grid, outcomes)
             on_step(number, point, None)
     return outcomes
