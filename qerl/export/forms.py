@@ -31,6 +31,8 @@ FORMS = ("adapter", "merged", "nvfp4")
 # moves them by about a hundredth; in float32 only the order of sums differs.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
+NOTED = 0.1  # an error, as a share of what training changed, that the user is told of
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -81,7 +83,7 @@ def export_merged(
         found = compare_export(before, partial, "bf16", None, device) if before else None
         if found is not None:
             _require_close(found, DTYPES[dtype], out)
-        made = Exported(out, "merged", found)
+        made = Exported(out, "merged", found, _rounding_note(found, "--dtype float32 keeps it."))
         write_json(partial / REPORT, made.summary())
     return made
 
@@ -103,7 +105,8 @@ def export_for_vllm(trained: TrainedModel, out: Path, device: str | None, check:
             found = compare_export(before, partial / "base", trained.base, partial / "adapter", device)
             _require_close(found, torch.bfloat16, out)
         serve = serve_command(base_name, out / "adapter", read_settings(adapter).r)
-        made = Exported(out, "vllm", found, (serve,))
+        told = _rounding_note(found, "A merged export in float32 keeps it.")
+        made = Exported(out, "vllm", found, (serve, *told))
         write_json(partial / REPORT, made.summary())
     return made
 
@@ -174,6 +177,13 @@ def _warning(found: Difference, kept: float | None) -> str:
         f"likeliest token is the same in {found.same_token:.1%} of places.{along} The adapter on its own base loses "
         "nothing."
     )
+
+
+def _rounding_note(found: Difference | None, remedy: str) -> tuple[str, ...]:
+    """Changes as small as the steps between 16-bit numbers are lost when they are rounded to such."""
+    if found is None or found.lost is None or found.lost < NOTED:
+        return ()
+    return (f"Rounding to 16 bits makes an error of {found.lost:.0%} of what training changed. {remedy}",)
 
 
 def _require_close(found: Difference, dtype: torch.dtype, out: Path) -> None:
