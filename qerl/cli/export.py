@@ -8,6 +8,7 @@ from rich.table import Table
 
 from qerl.console import byte_progress, finish, say, screen
 from qerl.errors import Interrupted
+from qerl.quant.partial import require_new
 
 
 def export(
@@ -34,10 +35,6 @@ def export(
 
     The newest whole checkpoint of a run is taken. Weights are streamed; OUT appears whole or not at all.
     """
-    from qerl.export import forms
-    from qerl.export.trained import find_trained
-    from qerl.quant.partial import require_new
-
     if target not in (None, "vllm"):
         raise ValueError(f"There is no --for {target}; vllm is what needs help.")
     if target and form != "adapter":
@@ -45,6 +42,9 @@ def export(
     if not check and form == "nvfp4":
         raise ValueError("--form nvfp4 loses something, and measures what: drop --no-check.")
     require_new(out)
+    from qerl.export import forms
+    from qerl.export.trained import find_trained
+
     trained = find_trained(source, model, base)
     if trained.weights is not None and form == "adapter" and target is None:
         say("It was trained in full: exporting its weights (--form merged).")

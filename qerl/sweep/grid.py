@@ -89,7 +89,7 @@ def folder_name(settings: Sequence[str]) -> str:
     """Settings as a name that every file system takes; a long one is cut and marked by a hash of the whole."""
     text = "_".join(re.sub(r"[^A-Za-z0-9._=+-]+", "-", setting) for setting in settings)
     exact = "_".join(settings)
-    if len(text) <= LONGEST_NAME and len(text) == len(exact):
+    if len(text) <= LONGEST_NAME and text == exact:
         return text
     return f"{text[: LONGEST_NAME - 9]}_{hashlib.sha256(exact.encode()).hexdigest()[:8]}"
 
