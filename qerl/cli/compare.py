@@ -54,4 +54,8 @@ def _table(comparison: Comparison, title: str, columns: list[str], counts: bool)
 def _cell(spread: Spread | None) -> str:
     if spread is None:
         return "-"
-    return f"{spread.mean:.3g}" + ("" if spread.std is None else f" ±{spread.std:.2g}")
+    return _number(spread.mean, 3) + ("" if spread.std is None else f" ±{_number(spread.std, 2)}")
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.{digits}g}"
