@@ -1,7 +1,7 @@
 """`qerl export`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -10,18 +10,20 @@ from qerl.console import byte_progress, finish, say, screen
 from qerl.errors import Interrupted
 from qerl.quant.partial import require_new
 
+FORMS = ("adapter", "merged", "nvfp4")
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 def export(
     source: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint in it, or a PEFT adapter.")],
     out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
     form: Annotated[
-        Literal["adapter", "merged", "nvfp4"],
-        typer.Option(help="adapter: PEFT's; merged: a plain model; nvfp4: merged and rounded again, with a loss."),
+        str, typer.Option(help="adapter: PEFT's; merged: a plain model; nvfp4: merged and rounded again, with a loss.")
     ] = "adapter",
     target: Annotated[
         str | None, typer.Option("--for", help="vllm: LoRA alone, and the base with the trained norms.")
     ] = None,
-    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Of merged weights.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Of merged weights: bfloat16, float16 or float32.")] = "bfloat16",
     model: Annotated[str | None, typer.Option(help="The base.", show_default="what the run says")] = None,
     base: Annotated[
         str | None, typer.Option(help="bf16, nvfp4, mxfp4 or nf4.", show_default="what the run says")
@@ -35,6 +37,10 @@ def export(
 
     The newest whole checkpoint of a run is taken. Weights are streamed; OUT appears whole or not at all.
     """
+    if form not in FORMS:
+        raise ValueError(f"There is no form {form!r}; choose one of {', '.join(FORMS)}.")
+    if dtype not in DTYPES:
+        raise ValueError(f"There is no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if target not in (None, "vllm"):
         raise ValueError(f"There is no --for {target}; vllm is what needs help.")
     if target and form != "adapter":

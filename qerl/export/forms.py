@@ -26,7 +26,6 @@ from qerl.quant.partial import RESUME, claimed, complete, write_json
 from qerl.quant.plan import make_plan
 
 REPORT = "export_report.json"
-FORMS = ("adapter", "merged", "nvfp4")
 # Relative difference of logits beyond which an export is not the model that was trained. Rounding every weight to bf16
 # moves them by about a hundredth; in float32 only the order of sums differs.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}

@@ -76,6 +76,10 @@ def test_what_can_not_be_is_refused(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="exists"):
         export(run, run)
+    with pytest.raises(ValueError, match="no form 'gguf'"):
+        export(run, out, form="gguf")
+    with pytest.raises(ValueError, match="no dtype 'int8'"):
+        export(run, out, form="merged", dtype="int8")
     with pytest.raises(ValueError, match="no --for ollama"):
         export(run, out, target="ollama")
     with pytest.raises(ValueError, match="drop --for vllm"):
