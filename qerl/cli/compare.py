@@ -1,14 +1,16 @@
 """`qerl compare`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qerl.compare.summary import COLUMNS, Comparison, Spread
 from qerl.console import finish, say, screen
+
+if TYPE_CHECKING:
+    from qerl.compare.summary import Comparison, Spread
 
 
 def compare(
@@ -26,8 +28,10 @@ def compare(
     finish(comparison.summary())
 
 
-def show(comparison: Comparison) -> None:
+def show(comparison: "Comparison") -> None:
     """Two tables, so that they fit a narrow screen. Columns that no run has are left out."""
+    from qerl.compare.summary import COLUMNS
+
     learnt = [name for name in COLUMNS if "reward" in name or "accuracy" in name]
     rest = [name for name in (*COLUMNS, "seconds") if name not in learnt]
     screen.print(_table(comparison, "What was learnt, at the end: mean ± std over seeds", learnt, counts=True))
@@ -37,7 +41,7 @@ def show(comparison: Comparison) -> None:
     say(f"Pictures: {', '.join(map(str, comparison.pictures))}")
 
 
-def _table(comparison: Comparison, title: str, columns: list[str], counts: bool) -> Table:
+def _table(comparison: "Comparison", title: str, columns: list[str], counts: bool) -> Table:
     names = [name for name in columns if any(v[name] is not None for v in comparison.values.values())]
     table = Table(title=title)
     table.add_column("runs", overflow="fold", min_width=20)
@@ -51,7 +55,7 @@ def _table(comparison: Comparison, title: str, columns: list[str], counts: bool)
     return table
 
 
-def _cell(spread: Spread | None) -> str:
+def _cell(spread: "Spread | None") -> str:
     if spread is None:
         return "-"
     return _number(spread.mean, 3) + ("" if spread.std is None else f" ±{_number(spread.std, 2)}")
