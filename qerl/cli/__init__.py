@@ -9,11 +9,14 @@ import typer
 
 from qerl import __version__
 from qerl.cli.bench import bench
+from qerl.cli.compare import compare
+from qerl.cli.export import export
 from qerl.cli.generate import chat, generate
 from qerl.cli.plan import plan
 from qerl.cli.push import push
 from qerl.cli.quantize import quantize
 from qerl.cli.shapes import memory, random
+from qerl.cli.sweep import sweep
 from qerl.cli.train import config, train
 from qerl.console import complain, finish
 from qerl.errors import Interrupted
@@ -24,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Reinforcement learning for large language models on 4-bit weights.",
 )
-for command in (quantize, plan, train, generate, chat, push, config, memory, random):
+for command in (quantize, plan, train, generate, chat, export, push, compare, sweep, config, memory, random):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

@@ -52,27 +52,33 @@ def load(
     default bf16 on a GPU and float32 on a CPU.
     """
     device, dtype = _place(base, device, dtype)
+    folder = weights_folder(model, base, method, cache_dir)
+    arch = architecture_in(folder)
+    _warn_of_copies(arch, base, dtype, device)
+    with Checkpoint(folder) as checkpoint:
+        source = CheckpointSource(arch, checkpoint, dtype, device)
+        decoder = build(arch, source, dtype, device, str(resolve(model)) if model == "tiny" else model)
+        source.require_all_read()
+        return decoder
+
+
+def weights_folder(model: str, base: str, method: str = "mse", cache_dir: Path | str | None = None) -> Path:
+    """The folder that `load` reads: the model's own, or its 4-bit form in the cache, made now if it is not there."""
     if method not in METHODS:
         raise ValueError(
             f"Loading rounds by {' or '.join(METHODS)}, not {method!r}; for others use `qerl quantize` first."
         )
 
     def check(folder: Path) -> None:
-        _architecture(folder)
+        architecture_in(folder)
         stored = read_config(folder).get("quantization_config")
         if stored and (format := layout_of(stored).format) != base:
             raise ValueError(f"{model} is quantized as {format}: load it with base={format!r}.")
 
-    folder = origin = resolve(model, check)
-    arch = _architecture(folder)
-    if base != "bf16" and not read_config(folder).get("quantization_config"):
-        folder = _quantized(folder, base, method, Path(cache_dir or Path.home() / ".cache" / "qerl"))
-    _warn_of_copies(arch, base, dtype, device)
-    with Checkpoint(folder) as checkpoint:
-        source = CheckpointSource(arch, checkpoint, dtype, device)
-        decoder = build(arch, source, dtype, device, str(origin) if model == "tiny" else model)
-        source.require_all_read()
-        return decoder
+    folder = resolve(model, check)
+    if base == "bf16" or read_config(folder).get("quantization_config"):
+        return folder
+    return _quantized(folder, base, method, Path(cache_dir or Path.home() / ".cache" / "qerl"))
 
 
 def load_random(
@@ -270,7 +276,8 @@ class RandomSource(Source):
         return nf4.NF4(codes(n * k // 2), absmax, (n, k))
 
 
-def _architecture(folder: Path) -> Architecture:
+def architecture_in(folder: Path) -> Architecture:
+    """What the model in a checkpoint folder is made of."""
     import transformers
 
     read_config(folder)  # its own message where there is none

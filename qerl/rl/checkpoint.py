@@ -114,14 +114,19 @@ def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> R
     if model.lora is not None:
         load_adapter(model, folder / ADAPTER)
     else:
-        stored = load_file(folder / WEIGHTS)
-        with torch.no_grad():
-            for name, parameter in trained_parameters(model).items():
-                parameter.copy_(stored[name])
-        refresh(model)
+        load_full(model, folder / WEIGHTS)
     state = json.loads((folder / STATE).read_text())
     optimizer.load_state_dict(_joined(load_file(folder / OPTIMIZER), state["optimizer"]))
     return RunState(**state["run"])
+
+
+def load_full(model: Decoder, path: Path) -> None:
+    """Weights of full training, in place."""
+    stored = load_file(path)
+    with torch.no_grad():
+        for name, parameter in trained_parameters(model).items():
+            parameter.copy_(stored[name])
+    refresh(model)
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
