@@ -23,9 +23,9 @@ PROGRAMS = 4  # wanted on each processor
 def _attend(
     q, keys, values, table, position, out, partial, stats, counters,
     scale, window, table_stride, position_stride,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     sequence, head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
