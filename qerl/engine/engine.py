@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Drawn = tuple[list[int], list[float], list[float]]  # tokens, log-probs as drawn, log-probs before filters
 OnTokens = Callable[[int, int, list[int]], None]  # request, sample, new tokens
 LOOKAHEAD = 8  # decode steps between looks at the host, with graphs
-TOKEN_BUDGET = {"cuda": 8192, "cpu": 2048}  # tokens of a step
+GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens of a step
 
 
 class Engine:
@@ -48,7 +48,8 @@ class Engine:
         keep_prefixes: bool = False,
     ) -> None:
         self.keep_prefixes = keep_prefixes
-        token_budget = TOKEN_BUDGET[model.device.type] if token_budget is None else token_budget
+        if token_budget is None:
+            token_budget = GPU_BUDGET if model.device.type == "cuda" else CPU_BUDGET
         if min(token_budget, max_running, 1 if lookahead is None else lookahead) < 1:
             raise ValueError("token_budget, max_running and lookahead must be at least 1.")
         self.model, self.token_budget, self.max_running = model, token_budget, max_running

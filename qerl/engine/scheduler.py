@@ -20,7 +20,7 @@ from qerl.engine.block_pool import BlockPool
 from qerl.engine.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens start to start + count of a sequence, to be computed now."""
 
@@ -80,16 +80,16 @@ class Scheduler:
         budget = self.token_budget
         chunks: dict[Sequence, Chunk] = {}
         preemptions = self.preemptions
-        decoding = [s for s in self.running if s.computed == len(s) - 1]
-        prefilling = [s for s in self.running if s.computed < len(s) - 1]
-        for sequence in (*decoding, *prefilling):
+        todo = [(sequence, len(sequence) - sequence.computed) for sequence in self.running]  # and how many tokens
+        todo.sort(key=lambda pair: pair[1] > 1)  # those that decode first
+        for sequence, tokens in todo:
             if budget == 0:
                 break
             if self.preemptions > preemptions and sequence not in self.running:  # an older one preempted it just now
                 continue
-            count = min(len(sequence) - sequence.computed, budget)
+            count = min(tokens, budget)
             if self._reserve(sequence, sequence.computed + count, chunks):
-                chunks[sequence] = _chunk(sequence, count)
+                chunks[sequence] = Chunk(sequence, sequence.computed, count, count == tokens)
                 budget -= count
         budget = self.token_budget - sum(chunk.count for chunk in chunks.values())
         copies: list[tuple[int, int]] = []
@@ -102,8 +102,9 @@ class Scheduler:
             if not self._admit(sequence, copies):
                 break
             admitted = True
-            count = min(len(sequence) - sequence.computed, budget)
-            chunks[sequence] = _chunk(sequence, count)
+            tokens = len(sequence) - sequence.computed
+            count = min(tokens, budget)
+            chunks[sequence] = Chunk(sequence, sequence.computed, count, count == tokens)
             budget -= count
         assert chunks or not self.busy, "nothing was scheduled although there is work"
         step = Step(tuple(chunks.values()), tuple(copies))
@@ -127,16 +128,17 @@ class Scheduler:
 
     def _look_ahead(self, step: Step) -> int:
         """How many decode steps can be taken in a row; reserves the blocks for them."""
-        sequences = [chunk.sequence for chunk in step.chunks]
-        repeats = min(self.lookahead, max(sequence.remaining for sequence in sequences))
+        sequences = [(chunk.sequence, chunk.sequence.remaining) for chunk in step.chunks]
+        repeats = min(self.lookahead, max(remaining for _, remaining in sequences))
 
-        def tokens(sequence: Sequence) -> int:  # in the cache after so many steps
-            return sequence.computed + min(repeats, sequence.remaining)
+        def missing() -> list[int]:  # blocks for what is in the cache after so many steps
+            return [self._missing(q, q.computed + min(repeats, remaining)) for q, remaining in sequences]
 
-        while sum(self._missing(sequence, tokens(sequence)) for sequence in sequences) > self.pool.available:
+        while sum(needed := missing()) > self.pool.available:
             repeats -= 1
-        for sequence in sequences:
-            sequence.blocks += [self.pool.take() for _ in range(self._missing(sequence, tokens(sequence)))]
+        for (sequence, _), count in zip(sequences, needed, strict=True):
+            if count:
+                sequence.blocks += [self.pool.take() for _ in range(count)]
         return repeats
 
     def _computes_prompt(self, leader: Sequence) -> bool:
@@ -153,7 +155,8 @@ class Scheduler:
             self.preemptions += 1
             if youngest is sequence:
                 return False
-        sequence.blocks += [self.pool.take() for _ in range(needed)]
+        if needed:
+            sequence.blocks += [self.pool.take() for _ in range(needed)]
         return True
 
     def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
@@ -203,7 +206,8 @@ class Scheduler:
             sequence.computed = reusable
 
     def _missing(self, sequence: Sequence, tokens: int) -> int:
-        return max(0, -(-tokens // self.pool.block_size) - len(sequence.blocks))
+        needed = -(-tokens // self.pool.block_size) - len(sequence.blocks)
+        return needed if needed > 0 else 0
 
     def _remember(self, sequence: Sequence) -> None:
         size = self.pool.block_size
@@ -223,7 +227,3 @@ class Scheduler:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
-
-
-def _chunk(sequence: Sequence, count: int) -> Chunk:
-    return Chunk(sequence, sequence.computed, count, sequence.computed + count == len(sequence))

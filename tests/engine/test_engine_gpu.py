@@ -105,6 +105,18 @@ def test_every_way_to_draw_can_be_captured(tmp_path: Path) -> None:
         assert graphs.graphs.captured == captured
 
 
+def test_one_graph_serves_every_context(tmp_path: Path) -> None:
+    model, _ = models(tmp_path, "bf16")
+    engine, sampling = Engine(model, 2000), replace(SAMPLING, stop_ids=())
+    engine.generate([Request(i, (5, 6, 7 + i)) for i in range(4)], sampling)
+    captured = engine.graphs.captured
+    done = engine.generate([Request(i, (*range(100 * i + 1),)) for i in range(4)], sampling)
+    assert engine.graphs.captured == captured
+    assert done == Engine(model, 2000, graphs=False, lookahead=8).generate(
+        [Request(i, (*range(100 * i + 1),)) for i in range(4)], sampling
+    )
+
+
 def test_a_single_row_is_drawn_the_same_every_time() -> None:
     logits = torch.randn(1, 151_936, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     number = torch.tensor([0.7], dtype=torch.float64, device="cuda")

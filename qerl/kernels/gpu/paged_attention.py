@@ -24,8 +24,8 @@ def _attend(
     q, keys, values, table, position, out, partial, stats, counters,
     scale, window, table_stride, position_stride,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr, WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     sequence, head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -71,7 +71,7 @@ def _attend(
         weighted = weighted * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         peak = higher
 
-    if shares == 1:
+    if not SPLIT or shares == 1:
         tl.store(out + at_q, (weighted / mass[:, None]).to(out.dtype.element_ty), mask=in_q)
     else:
         pair = sequence * G + head
@@ -118,7 +118,7 @@ def paged_attention(
     splits = splits or splits_for(sequences * g, table_SB.shape[1] * block_size, processors(q_SHd))
     rows, width = max(16, triton.next_power_of_2(h // g)), max(16, triton.next_power_of_2(d))
     out = torch.empty_like(q_SHd)
-    partial = stats = out  # unused where there is one share
+    partial = stats = None
     if splits > 1:
         partial = torch.empty(sequences * g * splits, rows, width, dtype=torch.float32, device=q_SHd.device)
         stats = torch.empty(sequences * g * splits, 2, rows, dtype=torch.float32, device=q_SHd.device)
@@ -126,11 +126,12 @@ def paged_attention(
             counters = torch.zeros(sequences * g, dtype=torch.int32, device=q_SHd.device)
         assert counters.numel() >= sequences * g, "too few counters"
     narrow = q_SHd.is_cuda and q_SHd.dtype != torch.float32
-    stages = (4 if width <= 128 else 3) if narrow else 1  # one of them is the table's
+    # Half of the stages go to the table's entries: with 5, two tiles are under way while one is computed.
+    stages = (5 if width <= 128 else 3) if narrow else 1
     _attend[(sequences, g, splits)](
         q_SHd, keys_PGd, values_PGd, table_SB, position_S, out, partial, stats, counters,
         math.log2(math.e) / math.sqrt(d), window or 0, table_SB.stride(0), position_S.stride(0),
-        G=g, GROUP=h // g, D=d, BLOCK_SIZE=block_size, WINDOWED=window is not None,
+        G=g, GROUP=h // g, D=d, BLOCK_SIZE=block_size, WINDOWED=window is not None, SPLIT=splits > 1,
         ROWS=rows, WIDTH=width, TILE=TILE, MOST=MOST_SPLITS, WIDE=not narrow,
         num_warps=4, num_stages=stages, **early(q_SHd),
     )  # fmt: skip
