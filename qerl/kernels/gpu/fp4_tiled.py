@@ -187,7 +187,7 @@ def linear_kernel(
                 inner = tl.load(low + kept_m[None, :] * width + begin + in_r[:, None])
                 acc = product(factor, inner, acc, ASM)
             y_at = y + rows_m[None, :].to(tl.int64) * N + rows_n[:, None]
-            tl.store(y_at, acc.to(tl.bfloat16), mask=(rows_m < M)[None, :] & (rows_n < N)[:, None])
+            tl.store(y_at, acc.to(y.dtype.element_ty), mask=(rows_m < M)[None, :] & (rows_n < N)[:, None])
         unit += last - first
 
 
@@ -218,7 +218,7 @@ def dequantize_kernel(words, scales, divisor, out, N, K, K_TILES, KR: tl.constex
     rows_n = n0 + tl.arange(0, 64)
     in_k = piece * 64 * KR + tl.arange(0, 64 * KR)
     at = out + rows_n[:, None].to(tl.int64) * K + in_k[None, :]
-    tl.store(at, weight.to(tl.bfloat16), mask=(rows_n < N)[:, None] & (in_k < K)[None, :])
+    tl.store(at, weight.to(out.dtype.element_ty), mask=(rows_n < N)[:, None] & (in_k < K)[None, :])
 
 
 @dataclass(frozen=True)

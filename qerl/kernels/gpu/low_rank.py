@@ -44,7 +44,7 @@ def down_kernel(
             tl.store(counts + tile, 0)
     if ready:
         to = out + rows_m[None, :] * R + rows_r[:, None]
-        tl.store(to, (acc * scale).to(tl.bfloat16), mask=(rows_m < M)[None, :] & (rows_r < R)[:, None])
+        tl.store(to, (acc * scale).to(out.dtype.element_ty), mask=(rows_m < M)[None, :] & (rows_r < R)[:, None])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -64,7 +64,7 @@ def up_kernel(
     mask = (rows_m < M)[:, None] & (rows_n < N)[None, :]
     acc = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     acc = product(left, right, acc, ASM)
-    tl.store(at, acc.to(tl.bfloat16), mask=mask)
+    tl.store(at, acc.to(y.dtype.element_ty), mask=mask)
 
 
 def inner(x: Tensor, low: LowRank) -> Tensor:

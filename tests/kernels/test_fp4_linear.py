@@ -1,0 +1,122 @@
+"""Every kernel of a 4-bit linear against float32: in bf16 on a GPU, else Triton's, in its interpreter and float32."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qerl.kernels.fp4_tiles import Tiles, tile
+from qerl.kernels.gpu import fp4_linear as public
+from qerl.kernels.gpu.fp4_skinny import SkinnyPlan, skinny_linear
+from qerl.kernels.gpu.fp4_tiled import Plan, dequantize_tiles, tiled_linear
+from qerl.kernels.gpu.low_rank import add_low_rank
+from qerl.kernels.low_rank import LowRank, low_rank_buffers, low_rank_reference
+from qerl.quant import mxfp4, nvfp4
+from tests.kernels.devices import DEVICE, judge, normal
+
+ON_GPU = DEVICE == "cuda"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+# N of the parts, K, rank: odd ones, and those of Qwen2.5 0.5B and 7B.
+ODD = [((60,), 80, 8), ((128, 64, 64), 192, 16), ((320,), 208, 64)]
+REAL = [((896, 128, 128), 896, 32), ((4864, 4864), 896, 32), ((896,), 4864, 128), ((3584, 512, 512), 3584, 32)]
+SHAPES = [*ODD, *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in REAL)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fused projection with everything that may come with it."""
+
+    tiles: Tiles
+    exact_NK: Tensor  # float32
+    bias: Tensor
+    low: LowRank
+
+    def judged(self, run: Callable[[Tensor], Tensor], rows: int, gated: bool = False) -> None:
+        x = normal(rows, self.exact_NK.shape[1], seed=rows, dtype=DTYPE)
+        low = self.low
+        wide = replace(low, a=low.a.float(), b=low.b.float())
+        exact = x.float() @ self.exact_NK.t() + self.bias.float() + low_rank_reference(x.float(), wide)
+        plain = F.linear(x, self.exact_NK.to(DTYPE), self.bias) + low_rank_reference(x, low)
+        if gated:
+            exact, plain = (F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] for y in (exact, plain))
+        ours = run(x)
+        judge(ours, plain, exact)
+        assert torch.equal(run(x), ours), "the same call must give the same bits"
+
+
+def case(sizes: tuple[int, ...], inputs: int, rank: int, form: str = "nvfp4") -> Case:
+    formats = {"nvfp4": nvfp4, "mxfp4": mxfp4}
+    weights = [normal(n, inputs, seed=i) * inputs**-0.5 * (i + 1) for i, n in enumerate(sizes)]
+    parts = [formats[form].quantize(weight) for weight in weights]
+    tiles = tile(parts)
+    assert tiles is not None
+    exact = torch.cat([formats[form].dequantize(part) for part in parts])
+    low = low_rank_buffers(sizes, inputs, rank, 2.0, DTYPE, exact.device)
+    for i in range(len(sizes)):
+        low.a[i * low.rank : i * low.rank + rank] = normal(rank, inputs, seed=9 + i) * inputs**-0.5
+    low.b[:, :rank] = normal(sum(sizes), rank, seed=8) * 0.1
+    return Case(tiles, exact, normal(sum(sizes), seed=7, dtype=DTYPE), low)
+
+
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)
+@pytest.mark.parametrize("cut", [(1, 1, 16, 4, 2, 3), (1, 1, 32, 4, 3, 0), (2, 2, 16, 4, 4, 3), (2, 1, 64, 8, 3, 2)])
+def test_the_tiled_kernel(sizes: tuple[int, ...], inputs: int, rank: int, cut: tuple[int, ...]) -> None:
+    one = case(sizes, inputs, rank)
+    strips, k_tiles = one.tiles.words.shape[:2]
+    plan = Plan(*cut)
+    if strips % (4 * plan.nr) or k_tiles % plan.kr or any(size % (64 * plan.nr) for size in sizes[:-1]):
+        pytest.skip("the cut does not divide the shape")
+    for rows in (1, 5, 40) if not ON_GPU else (1, 8, 33, 100, 300):
+        one.judged(lambda x: tiled_linear(x, one.tiles, one.bias, one.low, plan), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), [shape for shape in [*ODD, *REAL] if shape[1] % 32 == 0])
+def test_what_is_chosen_by_itself(sizes: tuple[int, ...], inputs: int, rank: int, form: str) -> None:
+    one = case(sizes, inputs, rank, form)
+    for rows in (1, 3, 8, 9, 16, 17, 30, 64, 65, 128, 200, 300, 600, 1500):
+        one.judged(lambda x: public.fp4_linear(x, one.tiles, one.bias, one.low), rows)
+        if len(sizes) == 2:
+            one.judged(lambda x: public.fp4_linear(x, one.tiles, one.bias, one.low, paired=True), rows, gated=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), [*ODD, *REAL])
+@pytest.mark.parametrize("k_parts", [1, 2, 3])
+@pytest.mark.parametrize("cut", [(8, 4, 2), (16, 2, 4), (4, 3, 1)])
+def test_the_skinny_kernel(
+    sizes: tuple[int, ...], inputs: int, rank: int, k_parts: int, cut: tuple[int, int, int]
+) -> None:
+    one = case(sizes, inputs, rank)
+    if one.tiles.words.shape[1] < k_parts or inputs / k_parts > 2048:
+        pytest.skip("K is too short for so many parts, or x too long for shared memory")
+    for rows in (1, 7, 8, 16):
+        plan = SkinnyPlan(k_parts, 132 // k_parts, *cut, blocks=1)
+        one.judged(lambda x, plan=plan: skinny_linear(x, one.tiles, one.bias, one.low, False, plan), rows)
+
+
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)
+def test_dequantized_as_the_format_says(sizes: tuple[int, ...], inputs: int, rank: int) -> None:
+    one = case(sizes, inputs, rank)
+    found = dequantize_tiles(one.tiles)
+    if ON_GPU:
+        assert torch.equal(found, one.exact_NK.bfloat16())
+    else:  # the interpreter rounds to bf16 by cutting
+        assert torch.allclose(found.float(), one.exact_NK, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)
+def test_lora_is_added(sizes: tuple[int, ...], inputs: int, rank: int) -> None:
+    one = case(sizes, inputs, rank)
+
+    def run(x: Tensor) -> Tensor:
+        y = F.linear(x, one.exact_NK.to(DTYPE), one.bias)
+        add_low_rank(y, x, one.low)
+        return y
+
+    for rows in (1, 40):
+        one.judged(run, rows)
