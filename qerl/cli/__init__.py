@@ -9,6 +9,7 @@ import typer
 
 from qerl import __version__
 from qerl.cli.bench import bench
+from qerl.cli.eval import eval_compare, evaluate, lm_eval
 from qerl.cli.generate import chat, generate
 from qerl.cli.quantize import quantize
 from qerl.cli.shapes import memory, random
@@ -24,6 +25,10 @@ app = typer.Typer(
 )
 for command in (quantize, train, generate, chat, config, memory, random):
     app.command()(command)
+app.command("eval")(evaluate)
+app.command()(eval_compare)
+passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(context_settings=passed_on)(lm_eval)
 app.add_typer(bench, name="bench")
 
 
