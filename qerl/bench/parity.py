@@ -35,6 +35,7 @@ def compare(
     max_tokens: int,
     batch_size: int,
     say: Callable[[str], None],
+    system_prompt: str | None = None,
 ) -> list[dict[str, Any]]:
     """A row a road: its accuracies, and on how many questions its text, its prompt and its score differ from hf's."""
     with tempfile.TemporaryDirectory() as folder:
@@ -47,6 +48,7 @@ def compare(
             limit=limit,
             max_tokens=max_tokens,
             data_dir=data_dir,
+            system_prompt=system_prompt,
             out=Path(folder) / "ours",
         )
         say("qerl eval ...")
@@ -123,7 +125,7 @@ def _lm_eval(job: Job, folder: Path, name: str, arguments: dict[str, Any], batch
         model_args=arguments,
         tasks=[task],
         batch_size=batch_size,
-        system_instruction=rows[0]["prompt"][0]["content"],
+        system_instruction=next((m["content"] for m in rows[0]["prompt"] if m["role"] == "system"), None),
         apply_chat_template=True,
         task_manager=TaskManager(include_defaults=False),
         bootstrap_iters=0,
