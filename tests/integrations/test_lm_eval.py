@@ -2,14 +2,17 @@
 
 import json
 import string
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from qerl.bench.parity import compare
+from qerl.cli import app
 from qerl.model.adapter import add_lora, save_adapter, trained_parameters
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
@@ -19,6 +22,7 @@ from qerl.tiny import tiny_model_folder
 lm_eval = pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -146,6 +150,14 @@ test_split: test
             + [found["results"]["rolling"]["word_perplexity,none"]]
         )
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+
+
+def test_the_command_is_lm_evals_own_with_our_model_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)  # the command writes there; put back afterwards
+    done = CliRunner().invoke(app, ["lm-eval", "--help"])
+    assert done.exit_code == 0
+    assert "Language Model Evaluation Harness" in done.stdout
+    assert get_model("qerl") is QerlLM
 
 
 def test_our_gsm8k_score_equals_lm_evals(tmp_path: Path) -> None:
