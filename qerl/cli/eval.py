@@ -146,12 +146,12 @@ def lm_eval(context: typer.Context) -> None:
 
 
 def _table(tasks: dict[str, Any], k: int) -> Table:
-    table = Table("task", "questions", title="Scores with 95 % intervals, in %")
-    scores = list(dict.fromkeys(name for one in tasks.values() for name in one if "@" in name))
-    for name in scores:
-        table.add_column(f"{name}, mean of {k}" if name == "pass@1" and k > 1 else name, justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("cut off", justify="right")
+    """A row a task; the scores between pass@1 and pass@k are in the JSON only."""
+    drawn = f"{k} samples a question" if k > 1 else "one sample a question"
+    table = Table("task", "questions", title=f"{drawn}; % and 95 % intervals")
+    scores = list(dict.fromkeys(("pass@1", f"pass@{k}", *([f"maj@{k}"] if k > 1 else []))))
+    for name in (*scores, "tokens", "cut off"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, one in tasks.items():
         cells = [_cell(one.get(score)) for score in scores]
         table.add_row(name, str(one["questions"]), *cells, f"{one['mean_tokens']:.0f}", f"{one['cut_off']:.0%}")
@@ -161,4 +161,4 @@ def _table(tasks: dict[str, Any], k: int) -> Table:
 def _cell(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
-    return f"{100 * found['value']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
+    return f"{100 * found['value']:.1f}\n{100 * found['low']:.1f} to {100 * found['high']:.1f}"

@@ -48,7 +48,7 @@ class Evaluation:
     """A job that was checked: its questions are loaded, and what an earlier run left is read. Use it in `with`."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.settings, self.folder = job, job.settings(), job.folder()
+        self.job = job
         self.sampling = Sampling(
             max_tokens=job.max_tokens,
             temperature=job.temperature,
@@ -58,6 +58,7 @@ class Evaluation:
             noise=False,
         )
         self.questions = [load_questions(job, task) for task in job.tasks]
+        self.settings, self.folder = job.settings(), job.folder()
         self.failures: Counter[str] = Counter()  # samples that graders failed on, by reason
         self._open = ExitStack()
 
