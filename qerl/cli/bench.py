@@ -87,7 +87,8 @@ def bench_parity(
     rows = compare(model, data_dir, limit, max_tokens, batch_size, say)
     if csv:
         append_rows(csv, [{"model": Path(model).name, "max_tokens": max_tokens, **row} for row in rows])
-    table = Table(*rows[0], title=f"GSM8K, first {limit} questions, {max_tokens} tokens; differences are from hf")
+    columns = (name.replace("_", " ") for name in rows[0])
+    table = Table(*columns, title=f"GSM8K, first {limit} questions, {max_tokens} tokens; differences are from hf")
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     screen.print(table)
