@@ -27,7 +27,7 @@ class Metrics:
     def __init__(self, path: Path, trackers: Listener | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.trackers = path, trackers
-        _drop_torn_line(path)
+        drop_torn_line(path)
         self._last = last_step(path)
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
@@ -76,7 +76,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
     """Cut a last line that a crash left unfinished, so that the next one starts on its own."""
     if path.exists():
         data = path.read_bytes()

@@ -10,6 +10,7 @@ import typer
 from qerl import __version__
 from qerl.cli.bench import bench
 from qerl.cli.compare import compare
+from qerl.cli.eval import eval_compare, evaluate, lm_eval
 from qerl.cli.export import export
 from qerl.cli.generate import chat, generate
 from qerl.cli.plan import plan
@@ -29,6 +30,10 @@ app = typer.Typer(
 )
 for command in (quantize, plan, train, generate, chat, export, push, compare, sweep, config, memory, random):
     app.command()(command)
+app.command("eval")(evaluate)
+app.command()(eval_compare)
+passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(context_settings=passed_on)(lm_eval)
 app.add_typer(bench, name="bench")
 
 

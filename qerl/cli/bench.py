@@ -71,6 +71,30 @@ def bench_rollout(
     finish({"rows": rows, "speedup": round(rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"], 2)})
 
 
+@bench.command("parity")
+def bench_parity(
+    model: Annotated[str, typer.Option(help="Checkpoint folder or hub id, with a chat template.")],
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with gsm8k_test.jsonl.")] = None,
+    limit: Annotated[int, typer.Option(help="Only the first questions.", min=1)] = 100,
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
+    batch_size: Annotated[int, typer.Option(help="Of lm-eval's hf model.", min=1)] = 1,
+    csv: Csv = None,
+) -> None:
+    """`qerl eval` against lm-eval on GSM8K: greedy, float32, on the CPU, the same prompts and limits."""
+    from qerl.bench.parity import compare
+    from qerl.bench.results import append_rows
+
+    rows = compare(model, data_dir, limit, max_tokens, batch_size, say)
+    if csv:
+        append_rows(csv, [{"model": Path(model).name, "max_tokens": max_tokens, **row} for row in rows])
+    columns = (name.replace("_", " ") for name in rows[0])
+    table = Table(*columns, title=f"GSM8K, first {limit} questions, {max_tokens} tokens; differences are from hf")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    screen.print(table)
+    finish({"rows": rows})
+
+
 @bench.command("formats")
 def bench_formats() -> None:
     """Mean squared error of each format, rtn against mse, on three kinds of weights."""

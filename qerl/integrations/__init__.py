@@ -1,1 +1,1 @@
-"""Optional libraries of other people. Imported only where a setting names one."""
+"""Bridges to other libraries, each an extra: imported only when named, and by nobody else in the package."""

@@ -33,9 +33,8 @@ from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
 from qerl.tasks.grader import Grader
-from qerl.tasks.prompts import MadeRows
+from qerl.tasks.programs import program_rows, runs_programs
 from qerl.tasks.rewards import RewardFunction, Rewards, import_reward, reward_name
-from qerl.tasks.sandbox import sandbox_available
 from qerl.tasks.shipped import shipped_reward
 from qerl.tasks.task import FROM_PYTHON, task_named
 from qerl.tasks.workers import Workers
@@ -227,8 +226,8 @@ def _task(
     held_out: Any = eval_dataset if eval_dataset is not None else task.test if task else []
     if task and not len(rows):
         raise ValueError(f"The task {config.task} is for evaluation only: it has no training rows.")
-    if any(grader.path.startswith("qerl.tasks.code:") for grader in graders):
-        rows, held_out = _code_rows(rows, config), _code_rows(held_out, config)
+    if runs_programs(found):
+        rows, held_out = program_rows(rows, config.code.unsafe), program_rows(held_out, config.code.unsafe)
     for name, data in (("train_dataset", rows), ("eval_dataset", held_out)):
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(f"{name} must be a sequence of rows with a length (a list, a datasets.Dataset).")
@@ -243,17 +242,6 @@ def _reward(name: str, own: Mapping[str, RewardFunction | Grader], config: Confi
     """A reward by its name: the task's own, a shipped one, or an import path."""
     shipped = shipped_reward(name, config.max_completion_length)
     return own.get(name) or shipped or import_reward(name, config.reward_timeout)
-
-
-def _code_rows(rows: Any, config: Config) -> Any:
-    """Programs run in a sandbox, or by code.unsafe without; the graders find that in each row."""
-    if config.code.unsafe:
-        return MadeRows(lambda index: dict(rows[index]) | {"_code_unsafe": True}, len(rows))
-    if why := sandbox_available():
-        raise ValueError(
-            f"Rewards that run programs need a sandbox, and there is none here: {why} See docs/sandbox.md."
-        )
-    return rows
 
 
 def _short_enough(

@@ -23,16 +23,24 @@ def gsm8k(text: str, row: dict[str, Any]) -> float | None:
     right = right_answer(row)
     if right is None:
         return None
-    given = extract(text, prose=True)
+    given = gsm8k_answer(text)
     if given is None:
         return 0.0
-    number = parse_number(given.rpartition("=")[2])
-    if number is None and (alone := only_number(given)) is not None:
-        number = parse_number(alone)
-    wanted = parse_number(right)
+    number, wanted = parse_number(given), parse_number(right)
     if wanted is None:
         return float(same_answer(right, given))
     return float(number is not None and wanted.equals(number))
+
+
+def gsm8k_answer(text: str) -> str | None:
+    """What `gsm8k` takes for the answer: the number after the last `=`, else the only one, else the words."""
+    given = extract(text, prose=True)
+    if given is None:
+        return None
+    last = given.rpartition("=")[2]
+    if parse_number(last) is not None:
+        return last.strip()
+    return only_number(given) or given
 
 
 def dapo(text: str, row: dict[str, Any]) -> float | None:
@@ -40,9 +48,13 @@ def dapo(text: str, row: dict[str, Any]) -> float | None:
     right = right_answer(row)
     if right is None:
         return None
-    said = spoken(text)
-    given = None if said is None else answer_line(said.rstrip(), DAPO_TAIL)
+    given = dapo_answer(text)
     return 1.0 if given is not None and same_answer(right, given) else -1.0
+
+
+def dapo_answer(text: str) -> str | None:
+    said = spoken(text)
+    return None if said is None else answer_line(said.rstrip(), DAPO_TAIL)
 
 
 def right_answer(row: dict[str, Any]) -> str | None:
