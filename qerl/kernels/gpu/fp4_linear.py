@@ -1,6 +1,6 @@
 """y = x W^T + bias + LoRA on a GPU, without gradients: which kernel.
 
-Up to 16 rows `fp4_skinny` (CUDA C++, where there is a compiler), up to about a thousand `fp4_tiled`; beyond, the weight
+Up to 8 rows `fp4_skinny` (CUDA C++, where there is a compiler), up to some hundreds `fp4_tiled`; beyond, the weight
 is written out in bf16 at memory speed and cuBLAS multiplies.
 """
 
@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.fp4_tiles import Tiles
-from qerl.kernels.gpu.fp4_skinny import MOST_ROWS, skinny_linear, skinny_plan, skinny_serves
+from qerl.kernels.gpu.fp4_skinny import skinny_linear, skinny_plan, skinny_serves
 from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, plan_for, tiled_linear
 from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.gpu.swiglu import swiglu
 from qerl.kernels.low_rank import LowRank
 
-DENSE_FROM = 1024  # rows from which dequantization pays
+SKINNY_TO = 8  # rows up to which the skinny kernel is the fastest
+DENSE_FROM = 768  # rows from which dequantization pays
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, low: LowRank | None, paired: bool) -> Tensor:
@@ -31,12 +32,12 @@ def fp4_linear(
     """x bf16 [M, K] -> bf16 [M, N]; paired: silu(first half) * second half, [M, N / 2]."""
     rows = len(x)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
-    if rows <= MOST_ROWS and skinny_serves(x.device):
+    if rows <= SKINNY_TO and (low is None or low.rank <= 128) and skinny_serves(x.device):
         whole = tiles.shape[0] % 128 == 0
         y = skinny_linear(x, tiles, bias, low, paired and whole, skinny_plan(tiles, rows, x.device))
         return swiglu(y) if paired and not whole else y
     if rows < DENSE_FROM:
-        y = tiled_linear(x, tiles, bias, low, plan_for(rows, *tiles.words.shape[:2]))
+        y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))
     else:
         return dense_linear(x, dequantize_tiles(tiles), bias, low, paired)
     return swiglu(y) if paired else y

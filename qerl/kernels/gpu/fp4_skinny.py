@@ -15,6 +15,7 @@ from qerl.kernels.gpu.launch import zeros
 from qerl.kernels.low_rank import LowRank
 
 MOST_ROWS = 16
+SHARED_FOR_X = 96 << 10  # bytes
 POINTERS = ("x", "words", "scales", "divisor", "bias", "a", "b", "column", "y", "parts", "counts")
 NUMBERS = (
     "m", "n", "k", "x_stride", "strips", "a_strips", "k_tiles", "k_parts", "groups", "slots", "slots_at", "ring_at",
@@ -88,17 +89,19 @@ def skinny_serves(device: torch.device) -> bool:
 
 
 def skinny_plan(tiles: Tiles, rows: int, device: torch.device) -> SkinnyPlan:
-    """One block for each multiprocessor; K cut so that x leaves room for a second, and strips divide evenly."""
+    """One block for each multiprocessor; K cut only as far as x must fit, or strips divide more evenly."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     strips, k_tiles = tiles.words.shape[:2]
-    columns = 8 if rows <= 8 else 16
-    fits = max(1, -(-k_tiles * INPUTS * 2 * columns // (64 << 10)))
-    best = min(
-        range(fits, min(k_tiles, 8) + 1),
-        key=lambda parts: (-(-strips // max(1, processors // parts)) * -(-k_tiles // parts)) * (1 + 0.03 * parts),
-        default=min(fits, k_tiles),
-    )
-    return SkinnyPlan(best, max(1, min(strips // 2, processors // best)))
+    fits = -(-k_tiles * INPUTS * 2 * (8 if rows <= 8 else 16) // SHARED_FOR_X)
+    largest = min(k_tiles, 8)
+
+    def longest(parts: int) -> float:  # the longest block's work; a cut costs a little
+        return -(-strips // max(1, processors // parts)) * -(-k_tiles // parts) * (1 + 0.03 * parts)
+
+    parts = min(range(min(fits, largest), largest + 1), key=longest)
+    groups = max(1, min(strips // 2, processors // parts))
+    few = strips < 2 * processors
+    return SkinnyPlan(parts, groups, warps=8 if few else 16, stages=4 if few else 2, chunk=4, blocks=1)
 
 
 @cache

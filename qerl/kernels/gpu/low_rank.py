@@ -9,10 +9,10 @@ from qerl.kernels.gpu.launch import early, processors, product, wait, zeros
 from qerl.kernels.low_rank import LowRank
 
 
-@triton.jit(do_not_specialize=["M", "pieces"])
+@triton.jit(do_not_specialize=["M"])
 def down_kernel(
-    x, a, out, parts, counts, scale, M, R, K, x_stride, pieces,
-    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    x, a, out, parts, counts, scale, M, R, K, x_stride,
+    PIECES: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out [M, R] bf16 = scale x A^T. x [M, K] bf16, rows x_stride apart; a [R, K] bf16.
 
@@ -22,7 +22,7 @@ def down_kernel(
     r_tile, m_tile, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_r, rows_m, in_k = r_tile * BR + tl.arange(0, BR), m_tile * BM + tl.arange(0, BM), tl.arange(0, BK)
     kept_m = tl.minimum(rows_m, M - 1)
-    chunk = tl.cdiv(tl.cdiv(K, BK), pieces)
+    chunk = tl.cdiv(tl.cdiv(K, BK), PIECES)
     acc = tl.zeros((BR, BM), dtype=tl.float32)
     for step in range(piece * chunk, tl.minimum((piece + 1) * chunk, tl.cdiv(K, BK))):
         k = step * BK + in_k
@@ -31,15 +31,15 @@ def down_kernel(
         acc = product(left, right, acc, ASM)
     at = tl.arange(0, BR)[:, None] + tl.arange(0, BM)[None, :] * BR
     tile = r_tile * tl.num_programs(1) + m_tile
-    ready = pieces == 1
-    if pieces > 1:
-        base = parts + tile.to(tl.int64) * pieces * (BR * BM)
+    ready = PIECES == 1
+    if PIECES > 1:
+        base = parts + tile.to(tl.int64) * PIECES * (BR * BM)
         tl.store(base + piece * (BR * BM) + at, acc)
         tl.debug_barrier()
-        ready = tl.atomic_add(counts + tile, 1, sem="acq_rel") == pieces - 1
+        ready = tl.atomic_add(counts + tile, 1, sem="acq_rel") == PIECES - 1
         if ready:
             acc = tl.zeros((BR, BM), dtype=tl.float32)
-            for other in range(pieces):
+            for other in tl.static_range(PIECES):  # all loads under way at once
                 acc += tl.load(base + other * (BR * BM) + at, cache_modifier=".cg")
             tl.store(counts + tile, 0)
     if ready:
@@ -74,10 +74,11 @@ def inner(x: Tensor, low: LowRank) -> Tensor:
     bm = min(64, max(16, 1 << (rows - 1).bit_length()))
     br, bk = min(32, low.rank), 128
     tiles = -(-r // br) * -(-rows // bm)
-    pieces = max(1, min(-(-inputs // bk), 2 * processors(x) // tiles))
+    wanted = min(16, -(-inputs // (2 * bk)), 2 * processors(x) // tiles)
+    pieces = 1 << (max(1, wanted).bit_length() - 1)
     parts = x.new_empty(tiles * pieces * br * bm, dtype=torch.float32)
     down_kernel[(-(-r // br), -(-rows // bm), pieces)](
-        x, low.a, out, parts, zeros(x.device), low.scale, rows, r, inputs, x.stride(0), pieces,
+        x, low.a, out, parts, zeros(x.device), low.scale, rows, r, inputs, x.stride(0), PIECES=pieces,
         BM=bm, BR=br, BK=bk, ASM=x.is_cuda, num_warps=4, **early(x),
     )  # fmt: skip
     return out

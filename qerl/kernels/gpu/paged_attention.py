@@ -16,7 +16,7 @@ from qerl.kernels.gpu.launch import early, processors, wait
 
 TILE = 64  # tokens at a time
 MOST_SPLITS = 32
-PROGRAMS = 4  # wanted on each processor
+PROGRAMS = 2  # wanted on each processor
 
 
 @triton.jit(do_not_specialize=["table_stride", "position_stride", "window"])
