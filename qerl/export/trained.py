@@ -12,7 +12,7 @@ from qerl.model.adapter import WEIGHTS as ADAPTER_WEIGHTS
 from qerl.model.adapter import read_settings
 from qerl.quant.checkpoint import read_config, resolve
 from qerl.quant.layout import layout_of
-from qerl.rl.checkpoint import ADAPTER, WEIGHTS, checkpoints, damage
+from qerl.rl.checkpoint import ADAPTER, WEIGHTS, find_checkpoint
 from qerl.rl.folder import CHECKPOINTS, CONFIG
 
 
@@ -46,7 +46,7 @@ def find_trained(source: Path, model: str | None = None, base: str | None = None
     if (source / ADAPTER_CONFIG).is_file():
         adapter, weights = source, None
     else:
-        checkpoint = _checkpoint(source)
+        checkpoint = find_checkpoint(source)
         adapter = checkpoint / ADAPTER if (checkpoint / ADAPTER).is_dir() else None
         weights = checkpoint / WEIGHTS if adapter is None else None
     stored = _settings(run) if run else {}
@@ -63,18 +63,6 @@ def find_trained(source: Path, model: str | None = None, base: str | None = None
     if weights is not None and base != "full":
         raise ValueError(f"{source} holds weights of full training; drop --base {base}.")
     return TrainedModel(model, base, adapter, weights, run)
-
-
-def _checkpoint(source: Path) -> Path:
-    """The newest undamaged one; nothing is put aside, the run may still be going on."""
-    inside = checkpoints(source / CHECKPOINTS)
-    for path in [source] if (source / ADAPTER).is_dir() or (source / WEIGHTS).is_file() else reversed(inside):
-        if not damage(path):
-            return path
-    if inside:
-        raise ValueError(f"No checkpoint of {source} is whole: {damage(inside[-1])} in {inside[-1].name}.")
-    why = damage(source) if (source / ADAPTER).is_dir() or (source / WEIGHTS).is_file() else "it holds no checkpoint"
-    raise ValueError(f"{source} can't be exported: {why}. Name a run's output_dir, a checkpoint in it, or an adapter.")
 
 
 def _run_of(source: Path) -> Path | None:

@@ -18,8 +18,8 @@ from qerl.metrics import read_metrics
 from qerl.model.adapter import CONFIG as ADAPTER_CONFIG
 from qerl.model.adapter import read_settings
 from qerl.recipe import load_config, settings
-from qerl.rl.checkpoint import ADAPTER, STATE, checkpoints
-from qerl.rl.folder import CHECKPOINTS, CONFIG, METRICS
+from qerl.rl.checkpoint import ADAPTER, STATE, find_checkpoint
+from qerl.rl.folder import CONFIG, METRICS
 from qerl.tasks.source import SUFFIXES
 
 CARD, PLOTS = "README.md", "plots"
@@ -32,12 +32,9 @@ PRIVATE = {
 
 
 def share_run(run: Path, plots: list[Path], checkpoint: Path | None = None) -> Path:
-    """Write RUN/adapter from a checkpoint (the newest), the run's metrics and its plots; returns it. It is replaced as
-    a whole."""
-    found = checkpoints(run / CHECKPOINTS)
-    checkpoint = checkpoint or (found[-1] if found else None)
-    if checkpoint is None:
-        raise ValueError(f"{run} has no checkpoint yet: there is nothing to share.")
+    """Write RUN/adapter from a checkpoint (the newest whole one), the run's metrics and its plots; returns it. It is
+    replaced as a whole."""
+    checkpoint = find_checkpoint(checkpoint or run)
     if not (checkpoint / ADAPTER / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{checkpoint} holds no adapter (full training?); only adapters are shared.")
     config = load_config(run / CONFIG)

@@ -1,6 +1,7 @@
 """Checkpoints of a run: folders that appear whole or not at all, the last few kept.
 
-checkpoints/step-000050/   adapter/ (a PEFT folder; full training: weights.safetensors), optimizer.pt, state.json
+checkpoints/step-000050/   adapter/ (a PEFT folder; full training: weights.safetensors), optimizer.safetensors,
+                           state.json, checksums.json
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from qerl.model.adapter import load_adapter, save_adapter, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.trained import refresh
 from qerl.quant.partial import flush_folder
+from qerl.rl.folder import CHECKPOINTS
 
 ADAPTER, WEIGHTS, OPTIMIZER = "adapter", "weights.safetensors", "optimizer.safetensors"
 STATE, CHECKSUMS = "state.json", "checksums.json"
@@ -95,6 +97,20 @@ def damage(folder: Path) -> str:
         return str(error)
     odd = [name for name in {**expected, **found} if expected.get(name) != found.get(name)]
     return f"{odd[0]} is missing, new or changed" if odd else ""
+
+
+def find_checkpoint(source: Path) -> Path:
+    """source itself, where it is a checkpoint; of a run the newest whole one. Nothing is put aside: the run may
+    still be going on."""
+    found = checkpoints(source / CHECKPOINTS)
+    if not (source / CHECKPOINTS).is_dir() and ((source / STATE).is_file() or (source / CHECKSUMS).is_file()):
+        found = [source]
+    for path in reversed(found):
+        if not damage(path):
+            return path
+    if found:
+        raise ValueError(f"No checkpoint of {source} is whole: {damage(found[-1])} in {found[-1].name}.")
+    raise ValueError(f"{source} holds no checkpoint. Name a run's output_dir, a checkpoint in it, or an adapter.")
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -32,6 +32,7 @@ def test_a_run_its_checkpoint_and_its_adapter_are_the_same(run: Path) -> None:
     last = run / "checkpoints" / "step-000002"
     by_run = find_trained(run)
     assert by_run == find_trained(last) == find_trained(last / "adapter")
+    assert find_trained(run / "adapter").run == run  # what is shared, beside the checkpoints
     assert (by_run.model, by_run.base, by_run.adapter, by_run.run) == ("tiny", "nvfp4", last / "adapter", run)
     assert find_trained(run / "checkpoints" / "step-000001").adapter == run / "checkpoints" / "step-000001" / "adapter"
 
@@ -54,7 +55,7 @@ def test_an_adapter_from_elsewhere_needs_its_base_named(run: Path, tmp_path: Pat
         find_trained(adapter)
     assert find_trained(adapter, base="nvfp4").model == str(tiny_model_folder())
     (tmp_path / "home").mkdir()
-    with pytest.raises(ValueError, match="can't be exported: it holds no checkpoint"):
+    with pytest.raises(ValueError, match="home holds no checkpoint"):
         find_trained(tmp_path / "home")
 
 

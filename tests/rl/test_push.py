@@ -1,6 +1,7 @@
 """The folder that an adapter is shared as, read back by the hub's library and by PEFT; failed pushes lose nothing."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def test_a_run_a_checkpoint_or_an_adapter_may_be_pushed(run: Path, tmp_path: Pat
     assert (shared_folder(bare) / "README.md").read_text() == "mine"
     with pytest.raises(ValueError, match="neither a run's folder nor a PEFT adapter"):
         shared_folder(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_shared(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "sums"
+    shutil.copytree(run, copy)
+    weights = copy / "checkpoints" / "step-000002" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert "1 steps" in (shared_folder(copy) / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"No checkpoint of .* is whole"):
+        shared_folder(copy / "checkpoints" / "step-000002")
 
 
 def test_only_hub_ids_are_bases_for_the_hub(tmp_path: Path) -> None:
