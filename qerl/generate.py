@@ -1,7 +1,7 @@
 """`qerl generate` as a function: prompts in, rows of completions out, on our engine."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,9 @@ import transformers
 from jinja2.exceptions import TemplateError
 
 from qerl.engine.cache import blocks_that_fit
-from qerl.engine.engine import Engine
+from qerl.engine.engine import MAX_RUNNING, Engine
 from qerl.model.adapter import load_adapter
+from qerl.model.decoder import Decoder
 from qerl.model.loader import load
 from qerl.quant.checkpoint import read_config, resolve
 from qerl.records import Completion, Request, Sampling
@@ -96,6 +97,16 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def engine_for(
+    model: Decoder, tokenizer: Any, prompts: Iterable[int], max_tokens: int, num_blocks: int | None = None
+) -> Engine:
+    """An engine whose cache holds prompts of these lengths with their completions as far as memory allows; of many, the
+    longest that run at a time. num_blocks: so many blocks instead."""
+    lengths = sorted((min(length + max_tokens, model.arch.max_positions) for length in prompts), reverse=True)
+    blocks = num_blocks or blocks_that_fit(model, BLOCK_SIZE, lengths[:MAX_RUNNING])
+    return Engine(model, blocks, BLOCK_SIZE, tokenizer=tokenizer)
+
+
 @dataclass(frozen=True)
 class Job:
     """What `generate` is asked for."""
@@ -123,13 +134,8 @@ class Generation:
         model = load(job.model, job.base, job.device, job.dtype)
         if job.adapter is not None:
             load_adapter(model, job.adapter)
-        lengths = [
-            min(len(r.prompt_ids) + self.sampling.max_tokens, model.arch.max_positions)
-            for r in self.requests
-            for _ in range(job.samples)
-        ]
-        self.num_blocks = job.num_blocks or blocks_that_fit(model, BLOCK_SIZE, lengths)
-        self.engine = Engine(model, self.num_blocks, BLOCK_SIZE, tokenizer=self.tokenizer)
+        lengths = [len(request.prompt_ids) for request in self.requests for _ in range(job.samples)]
+        self.engine = engine_for(model, self.tokenizer, lengths, self.sampling.max_tokens, job.num_blocks)
 
     def rows(self, on_tokens: Callable[[int], None], on_done: Callable[[], None]) -> Iterator[dict[str, Any]]:
         """A row a prompt, in order, as soon as it and those before it are complete: `prompt`, `completions`, and

@@ -86,7 +86,7 @@ def generate(
         say(f"{errors.count(reason)} of {len(prompts)} prompts were refused: {reason}")
     seconds = round(time.monotonic() - started, 3)
     counts = {"prompts": len(prompts), "refused": len(errors), "tokens": tokens[0], "seconds": seconds}
-    finish(counts | {"cache_blocks": generation.num_blocks, "out": out})
+    finish(counts | {"cache_blocks": generation.engine.cache.num_blocks, "out": out})
 
 
 def chat(

@@ -1,6 +1,5 @@
 """`qerl sweep`."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from qerl.cli.compare import show
+from qerl.cli.words import split_words
 from qerl.console import finish, log, say, screen
 from qerl.recipe import default_recipe
 
@@ -32,10 +32,8 @@ def sweep(
     from qerl.sweep.grid import Point, make_grid
     from qerl.sweep.sweep import DONE, run_sweep
 
-    recipes = [word for word in words if "=" not in word]
-    if len(recipes) > 1:
-        raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")
-    grid = make_grid(Path(recipes[0]) if recipes else default_recipe(), [word for word in words if "=" in word])
+    recipe, settings = split_words(words)
+    grid = make_grid(recipe or default_recipe(), settings)
     runs = len(grid.points)
     say(f"{runs} runs in {grid.folder}, over {', '.join(grid.varied) or 'seeds alone'}:")
     for point in grid.points:

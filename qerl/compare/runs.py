@@ -10,22 +10,12 @@ import yaml
 from qerl.config import Config
 from qerl.metrics import read_metrics
 from qerl.recipe import settings
-from qerl.rl.folder import CONFIG, METRICS
+from qerl.rl.folder import CONFIG, MAY_CHANGE, METRICS
 
 # Settings that do not change what is learnt: runs that differ in these alone are one group.
-NOT_COMPARED = {
-    *("seed", "output_dir", "logging_steps", "save_steps", "save_total_limit", "eval_steps", "log_completions"),
-    *(
-        "reward_workers",
-        "reward_memory_mb",
-        "reward_timeout",
-        "micro_batch_tokens",
-        "recompute",
-        "report_to",
-        "project",
-    ),
-    *("push_to_hub", "hub_model_id", "hub_private_repo"),
-}
+NOT_COMPARED = {"seed", "reward_workers", "reward_memory_mb", "reward_timeout"} | (
+    MAY_CHANGE - {"device", "max_steps", "num_train_epochs"}
+)
 MOST_IN_A_LABEL = 3  # settings; beyond that the folder's name says more
 
 

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 Drawn = tuple[list[int], list[float], list[float]]  # tokens, log-probs as drawn, log-probs before filters
 OnTokens = Callable[[int, int, list[int]], None]  # request, sample, new tokens
+MAX_RUNNING = 256  # sequences that decode at a time, unless told otherwise
 LOOKAHEAD = 8  # decode steps between looks at the host, with graphs
 GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens of a step
 
@@ -41,7 +42,7 @@ class Engine:
         num_blocks: int,
         block_size: int = 16,
         token_budget: int | None = None,
-        max_running: int = 256,
+        max_running: int = MAX_RUNNING,
         tokenizer: Any = None,
         graphs: bool | None = None,
         lookahead: int | None = None,

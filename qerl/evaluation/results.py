@@ -5,9 +5,7 @@ completion, answer (as the grader reads it), right (the row's answer), score (nu
 finish_reason, tokens.
 """
 
-import fcntl
 import json
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.metrics import read_metrics
-from qerl.quant.partial import writable, write_json
+from qerl.quant.partial import locked, writable, write_json
 
 SETTINGS, RESULTS = "settings.json", "results.json"
 
@@ -31,20 +29,13 @@ def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not a folder of results. Name a new one with --out.")
-        lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"Another process is at work in {folder}. Wait for it, or name another --out.") from error
+    with locked(folder, f"Another process is at work in {folder}. Wait for it, or name another --out."):
         if path.exists() and (before := json.loads(path.read_text())) != settings:
             odd = [key for key in settings if before.get(key) != settings[key]]
             raise ValueError(f"{folder} holds results with another {', '.join(odd)}. Name another --out.")
         with writable(folder):
             write_json(path, settings)
         yield
-    finally:
-        os.close(lock)
 
 
 def samples_file(folder: Path, task: str) -> Path:

@@ -12,14 +12,13 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Self, TextIO
 
-from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.evaluation.answers import given_answer
 from qerl.evaluation.job import Job
 from qerl.evaluation.questions import Questions, load_questions
 from qerl.evaluation.results import RESULTS, Line, Lines, claimed, read_samples, samples_file
 from qerl.evaluation.summary import summary
-from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
+from qerl.generate import encode, engine_for, load_tokenizer, stop_ids
 from qerl.metrics import drop_torn_line
 from qerl.model.adapter import load_adapter
 from qerl.model.loader import load
@@ -29,7 +28,6 @@ from qerl.records import Completion, Request, Sampling
 from qerl.tasks.rewards import Rewards, TrainerState, reward_name
 from qerl.tasks.workers import Workers
 
-MAX_RUNNING = 256
 BATCH = 16  # completions whose scores are asked for together
 LAG = 16  # completions that graders may be behind before sampling waits for them
 
@@ -112,10 +110,8 @@ class Evaluation:
         model = load(job.model, job.base, job.device, job.dtype)
         if job.adapter is not None:
             load_adapter(model, job.adapter)
-        longest = sorted((len(one) for task in ids.values() for one in task for _ in range(job.k)), reverse=True)
-        lengths = [min(n + job.max_tokens, model.arch.max_positions) for n in longest[:MAX_RUNNING]]
-        blocks = blocks_that_fit(model, BLOCK_SIZE, lengths)
-        return Engine(model, blocks, BLOCK_SIZE, max_running=MAX_RUNNING, tokenizer=tokenizer), ids
+        lengths = [len(one) for task in ids.values() for one in task for _ in range(job.k)]
+        return engine_for(model, tokenizer, lengths, job.max_tokens), ids
 
     def _wanted(self, questions: Questions) -> Iterator[tuple[int, int]]:
         return ((i, sample) for i in range(len(questions.rows)) for sample in range(self.job.k))

@@ -15,16 +15,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import maybe_truncate, normalize_gen_kwargs
 from tqdm import tqdm
 
-from qerl.engine.cache import blocks_that_fit
-from qerl.engine.engine import Engine
-from qerl.generate import BLOCK_SIZE, load_tokenizer, stop_ids
+from qerl.generate import engine_for, load_tokenizer, stop_ids
 from qerl.integrations.continuations import Continuation, score_continuations
 from qerl.model.adapter import load_adapter
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
 from qerl.records import Request, Sampling
 
-MAX_RUNNING = 256
 # What a task may ask of generation; anything else would be ignored in silence.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HANDLED = {*SAMPLING, "until", "max_gen_toks", "do_sample", "use_cache"}
@@ -134,18 +131,15 @@ class QerlLM(TemplateLM):  # type: ignore[misc]
             groups.setdefault(sampling, []).append(Request(i, tuple(ids)))
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until") as bar:
             for sampling, group in groups.items():
-                for done in self._engine(group, sampling).stream(group, sampling):
+                lengths = [len(request.prompt_ids) for request in group]
+                engine = engine_for(self.model, self.tokenizer, lengths, sampling.max_tokens)
+                for done in engine.stream(group, sampling):
                     if done.error:
                         raise ValueError(f"lm-eval's request {done.request} can't be sampled: {done.error}")
                     texts[done.request] = done.text
                     self.cache_hook.add_partial("generate_until", requests[done.request].args, done.text)
                     bar.update()
         return texts
-
-    def _engine(self, requests: Sequence[Request], sampling: Sampling) -> Engine:
-        lengths = [min(len(one.prompt_ids) + sampling.max_tokens, self.model.arch.max_positions) for one in requests]
-        blocks = blocks_that_fit(self.model, BLOCK_SIZE, sorted(lengths, reverse=True)[:MAX_RUNNING])
-        return Engine(self.model, blocks, BLOCK_SIZE, max_running=MAX_RUNNING, tokenizer=self.tokenizer)
 
     def _sampling(self, settings: dict[str, Any]) -> Sampling:
         """A task's generation settings as ours. A stop string that is a special token stops by its id."""

@@ -37,28 +37,35 @@ def claimed(out: Path, identity: str, say: Callable[[str], None]) -> Iterator[Pa
         raise ValueError(f"{partial} is not a folder that qerl began. Move it away, or name another OUT.")
     with writable(partial):
         (partial / RESUME).mkdir(parents=True, exist_ok=True)
-        lock = os.open(partial, os.O_RDONLY)
-    held = False
+    with locked(partial, f"Another process is writing {partial}. Wait for it, or name another OUT."):
+        try:
+            require_new(out)  # it may have been finished by another process just now
+            if not mark.exists() or mark.read_text() != identity:
+                if mark.exists():
+                    say(f"{partial} was begun from another source or with other settings: starting over.")
+                for path in partial.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                with writable(partial):
+                    (partial / RESUME).mkdir()
+                    write_text(mark, identity)
+            yield partial
+        except BaseException:
+            if partial.exists() and all(path.name in (RESUME, mark.name) for path in partial.rglob("*")):
+                shutil.rmtree(partial)
+            raise
+
+
+@contextmanager
+def locked(folder: Path, refusal: str) -> Iterator[None]:
+    """Inside, no other process holds the folder; one that comes second is told the refusal."""
+    with writable(folder):
+        lock = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
         except BlockingIOError as error:
-            raise ValueError(f"Another process is writing {partial}. Wait for it, or name another OUT.") from error
-        require_new(out)  # it may have been finished by another process just now
-        if not mark.exists() or mark.read_text() != identity:
-            if mark.exists():
-                say(f"{partial} was begun from another source or with other settings: starting over.")
-            for path in partial.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            with writable(partial):
-                (partial / RESUME).mkdir()
-                write_text(mark, identity)
-        yield partial
-    except BaseException:
-        if held and partial.exists() and all(path.name in (RESUME, mark.name) for path in partial.rglob("*")):
-            shutil.rmtree(partial)
-        raise
+            raise ValueError(refusal) from error
+        yield
     finally:
         os.close(lock)
 

@@ -1,7 +1,5 @@
 """The folder of a run: claimed by one process, its settings, and its files cut back to where a run resumes."""
 
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,7 +8,7 @@ import yaml
 
 from qerl.config import Config, ConfigError
 from qerl.metrics import read_metrics
-from qerl.quant.partial import writable, write_text
+from qerl.quant.partial import locked, writable, write_text
 from qerl.recipe import load_config, settings
 from qerl.tasks.task import FROM_PYTHON
 
@@ -36,15 +34,10 @@ def claimed(output: Path, resume: bool) -> Iterator[None]:
         raise ValueError(f"{output} holds no run to resume. Drop --resume, or name the run's output_dir.")
     with writable(output):
         output.mkdir(parents=True, exist_ok=True)
-        lock = os.open(output, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"Another process is at work in {output}. Wait for it, or name another.") from error
-        yield
+        with locked(output, f"Another process is at work in {output}. Wait for it, or name another."):
+            yield
     finally:
-        os.close(lock)
         with suppress(OSError):
             output.rmdir()  # refused before anything was written
 

@@ -1,8 +1,8 @@
 """How large the pieces of a run are, from its settings alone."""
 
 from qerl.config import Config
+from qerl.engine.engine import MAX_RUNNING
 
-MAX_RUNNING = 256  # sequences that the engine decodes at a time
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2}  # two moments a weight, in 4 bytes or in one
 
 

@@ -4,9 +4,7 @@ sweep.json in the sweep's folder lists the grid and how each run ended; NAME.log
 same command again skips what is finished, resumes what was begun, and tries again what failed.
 """
 
-import fcntl
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from typing import Any
 from qerl.config import ConfigError
 from qerl.errors import Interrupted
 from qerl.metrics import read_metrics
-from qerl.quant.partial import writable, write_json
+from qerl.quant.partial import locked, writable, write_json
 from qerl.rl.folder import CONFIG, METRICS, require_same
 from qerl.sweep.grid import Grid, Point
 
@@ -100,7 +98,7 @@ def _run(grid: Grid, point: Point, on_line: Callable[[dict[str, Any] | None], No
         _wait(process, grid, folder / METRICS, on_line)
     text = log.read_bytes()[said:].decode(errors="replace").strip()
     if process.returncode == 0:
-        return Outcome(DONE, json.loads(text.splitlines()[-1]))
+        return Outcome(DONE, last_result(text))
     return Outcome(FAILED, reason=_reason(text, process.returncode, log))
 
 
@@ -127,6 +125,15 @@ def _wait(process: subprocess.Popen[bytes], grid: Grid, metrics: Path, on_line: 
 def _last_line(metrics: Path) -> dict[str, Any] | None:
     lines = read_metrics(metrics) if metrics.is_file() else []
     return lines[-1] if lines else None
+
+
+def last_result(text: str) -> dict[str, Any] | None:
+    """What the run ended with: its last line of JSON, after which libraries may have said something at their end."""
+    for line in reversed(text.splitlines()):
+        if line.startswith('{"'):
+            result: dict[str, Any] = json.loads(line)
+            return result
+    return None
 
 
 def _reason(text: str, status: int, log: Path) -> str:
@@ -163,12 +170,5 @@ def claimed(folder: Path) -> Iterator[None]:
         raise ConfigError(f"{folder} holds a run itself. Name another output_dir for the sweep.")
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"Another sweep is at work in {folder}. Name another output_dir.") from error
+    with locked(folder, f"Another sweep is at work in {folder}. Name another output_dir."):
         yield
-    finally:
-        os.close(lock)

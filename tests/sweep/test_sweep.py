@@ -14,7 +14,7 @@ from qerl.config import ConfigError
 from qerl.errors import Interrupted
 from qerl.recipe import default_recipe
 from qerl.sweep.grid import Point, make_grid
-from qerl.sweep.sweep import LISTING, read_outcomes, run_sweep, train_command
+from qerl.sweep.sweep import LISTING, last_result, read_outcomes, run_sweep, train_command
 
 SMALL = ("prompts_per_step=4", "num_generations=4", "eval_size=0", "max_steps=1", "save_steps=1")
 
@@ -66,12 +66,17 @@ def test_ctrl_c_is_handed_on_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     assert train_command(grid, grid.points[0])[:2] == ["train", "--resume"]
 
 
+def test_what_libraries_say_after_the_result_does_not_hide_it() -> None:
+    assert last_result('step 1\n{"steps": 1}\nwandb: synced\n') == {"steps": 1}
+    assert last_result("killed by nobody") is None
+
+
 def test_two_sweeps_do_not_share_a_folder_and_a_run_is_no_sweep(tmp_path: Path) -> None:
     grid = make_grid(default_recipe(), [f"output_dir={tmp_path}"])
     lock = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="Another sweep is at work"):
+        with pytest.raises(ValueError, match="Another sweep is at work"):
             run_sweep(grid)
     finally:
         os.close(lock)
