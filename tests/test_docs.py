@@ -1,12 +1,20 @@
 """What the docs show runs, and what they link to is there."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
+
+from qerl.cli import app
+from qerl.cli.words import split_words
+from qerl.recipe import default_recipe, load_config
+from qerl.sweep.grid import make_grid
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(?:^|`)qerl ([a-z-]+(?:[^`\\\n]|\\\n)*)", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -32,3 +40,39 @@ def test_links_to_files_and_recipes_lead_somewhere(page: Path) -> None:
     missing = [target for target in targets if target and not (page.parent / target).exists()]
     recipes = [name for name in re.findall(r"\brecipes/[a-z0-9_]+\.yaml", text) if not (ROOT / name).exists()]
     assert missing + recipes == []
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words after `qerl` of every command on a page, in blocks and in running text. `...` stands for anything."""
+    found = [match.replace("\\\n", " ").partition("  #")[0] for match in COMMAND.findall(page.read_text())]
+    return [shlex.split(text) for text in found if not text.startswith("is ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_commands_in_the_docs_exist_and_take_what_they_are_shown_with(page: Path) -> None:
+    for name, *words in commands(page):
+        group = typer.main.get_command(app)
+        command = group.commands[name]
+        if isinstance(command, typer.core.TyperGroup) and words:
+            command = command.commands[words.pop(0)]
+        if name == "lm-eval":
+            continue  # all its words are lm-eval's
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= options, (name, words)
+        settings = [word for word in words if "=" in word and "..." not in word and word != "key=value"]
+        if name in ("train", "plan", "config", "sweep"):
+            recipe = next((ROOT / word for word in words if word.startswith("recipes/")), default_recipe())
+            given = split_words(settings)[1]
+            make_grid(recipe, given) if name == "sweep" else load_config(recipe, given)
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+
+
+def test_every_module_stands_in_the_list_of_rooms() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = [path for path in (ROOT / "qerl").rglob("*.py") if path.parent.name not in ("cli", "bench", "tiny")]
+    named = set(re.findall(r"\w+", text))
+    assert [str(path) for path in listed if path.stem not in named and not path.stem.startswith("__")] == []

@@ -85,7 +85,7 @@ def workload(config: Config) -> Workload:
 
 
 def advice(config: Config, shape: Shape, gpu: int) -> str:
-    """The first single change that makes the run fit, the one that costs least first."""
+    """The first change that makes the run fit, the one that costs least first; all together come last."""
     longest = longest_sequence(config)
     shorter = max(1, config.max_completion_length // 2)
     changes: list[dict[str, Any]] = [
