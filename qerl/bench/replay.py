@@ -12,7 +12,8 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 10) -> fl
     """The median time of a call."""
     for call in calls:  # kernels are compiled before the capture
         call()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
