@@ -1,5 +1,6 @@
 """Nothing lost: killed runs resume exactly, damage is noticed, nobody writes over anybody."""
 
+import os
 import random
 import shutil
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import qerl
+from qerl.recipe import default_recipe, load_config
 from qerl.rl import checkpoint
 from qerl.rl.folder import claimed, resumed_config
 from tests.rl.kills import ANYWHERE, NOT_AT_ALL, PHASES
@@ -34,14 +36,14 @@ def start(folder: Path, phase: str, seed: int, *words: str) -> subprocess.Popen[
     return subprocess.Popen([sys.executable, *map(str, line)], stdout=log, stderr=log, text=True)
 
 
-def train_with_kills(folder: Path, phases: Sequence[str], steps: int) -> list[str]:
-    """Run to the end, killed once in each phase, in this order; returns the kills that struck before it was done."""
-    for seed, phase in enumerate([*phases, NOT_AT_ALL]):
-        process = start(folder, phase, seed, f"max_steps={steps}")
+def kill_again_and_again(folder: Path, phases: Sequence[str], *words: str) -> list[str]:
+    """Begin and resume a run, killed once in each phase, in this order; returns the kills that struck before its
+    end."""
+    for seed, phase in enumerate(phases):
+        process = start(folder, phase, seed, *words)
         if process.wait() == 0:
             break
         assert process.returncode == -signal.SIGKILL, folder.with_suffix(".log").read_text()
-    assert process.returncode == 0
     return folder.with_suffix(".kills").read_text().split()
 
 
@@ -55,10 +57,12 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole", NOT_AT_ALL, 0, "max_steps=5")
-    phases = ["checkpoint", "update"]
-    assert train_with_kills(tmp_path / "killed", phases, steps=5) == phases
-    assert whole.wait() == 0
+    """Killed while the second checkpoint is written, and in the update after the first."""
+    words = ("max_steps=3", "save_steps=1", "prompts_per_step=2", "eval_size=2")
+    phases = ["checkpoint:2", "update:1"]
+    assert kill_again_and_again(tmp_path / "killed", phases, *words) == ["checkpoint", "update"]
+    qerl.train(resumed_config(tmp_path / "killed", []), resume=True)
+    qerl.train(load_config(default_recipe(), [*WORDS, *words, f"output_dir={tmp_path / 'whole'}"]))
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -67,44 +71,46 @@ def test_fifty_kills(tmp_path: Path) -> None:
     phases = [*PHASES * 9, *[ANYWHERE] * 5]
     random.Random(0).shuffle(phases)
     assert start(tmp_path / "whole", NOT_AT_ALL, 0, "max_steps=100").wait() == 0
-    assert train_with_kills(tmp_path / "killed", phases, steps=100) == phases
+    assert kill_again_and_again(tmp_path / "killed", phases, "max_steps=100") == phases
+    assert start(tmp_path / "killed", NOT_AT_ALL, 0).wait() == 0
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing", "extra", "no checksums"])
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path: Path, harm: str, capsys) -> None:
-    options = ("max_steps=3", "save_steps=1", "eval_size=0")
-    qerl.train(tiny_job(tmp_path / "a", *options))
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path: Path, capsys) -> None:
+    qerl.train(tiny_job(tmp_path / "a", "max_steps=3", "save_steps=1", "eval_size=0"))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     newest = tmp_path / "b" / "checkpoints" / "step-000003"
     weights = newest / "adapter" / "adapter_model.safetensors"
     data = bytearray(weights.read_bytes())
-    if harm == "truncated":
-        weights.write_bytes(data[:-10])
-    elif harm == "flipped":
-        data[-5] ^= 1
-        weights.write_bytes(data)
-    elif harm == "missing":
-        (newest / "optimizer.safetensors").unlink()
-    elif harm == "extra":
-        (newest / "more").write_text("x")
-    else:
-        (newest / "checksums.json").unlink()
+    data[-5] ^= 1
+    weights.write_bytes(data)
     qerl.train(resumed_config(tmp_path / "b", []), resume=True)
     said = " ".join(capsys.readouterr().err.split())
     assert "step-000003 is damaged" in said
     assert "the one before is taken" in said
     assert_same_run(tmp_path / "a", tmp_path / "b")
+    for harm in ("truncated", "missing", "extra", "no checksums"):
+        harmed = shutil.copytree(tmp_path / "a" / "checkpoints" / "step-000003", tmp_path / harm)
+        assert not checkpoint.damage(harmed)
+        if harm == "truncated":
+            os.truncate(harmed / "adapter" / "adapter_model.safetensors", len(data) - 10)
+        elif harm == "missing":
+            (harmed / "optimizer.safetensors").unlink()
+        elif harm == "extra":
+            (harmed / "more").write_text("x")
+        else:
+            (harmed / "checksums.json").unlink()
+        assert checkpoint.damage(harmed), harm
 
 
 def test_full_training_and_eight_bit_adamw_resume_exactly(tmp_path: Path) -> None:
     for i, words in enumerate((["base=full"], ["optim=adamw_8bit"])):
-        options = (*words, "max_steps=3", "eval_size=0")
-        qerl.train(tiny_job(tmp_path / f"whole{i}", *options))
-        part = tiny_job(tmp_path / f"part{i}", *options, "save_steps=1")
-        shutil.rmtree(qerl.train(part).checkpoint)  # as if killed during the third step
-        qerl.train(resumed_config(tmp_path / f"part{i}", []), resume=True)
-        assert timeless(tmp_path / f"part{i}" / "metrics.jsonl") == timeless(tmp_path / f"whole{i}" / "metrics.jsonl")
+        run = tmp_path / f"run{i}"
+        done = qerl.train(tiny_job(run, *words, "max_steps=3", "eval_size=0", "save_steps=1"))
+        whole = timeless(run / "metrics.jsonl")
+        shutil.rmtree(done.checkpoint)  # as if killed during the third step
+        qerl.train(resumed_config(run, []), resume=True)
+        assert timeless(run / "metrics.jsonl") == whole
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
