@@ -32,6 +32,7 @@ from qerl.rl.schedule import layer_sigmas
 from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
+from qerl.tasks.code import UNSAFE
 from qerl.tasks.grader import Grader
 from qerl.tasks.prompts import MadeRows
 from qerl.tasks.rewards import RewardFunction, Rewards, import_reward, reward_name
@@ -246,14 +247,14 @@ def _reward(name: str, own: Mapping[str, RewardFunction | Grader], config: Confi
 
 
 def _code_rows(rows: Any, config: Config) -> Any:
-    """Programs run in a sandbox, or by code.unsafe without; the graders find that in each row."""
-    if config.code.unsafe:
-        return MadeRows(lambda index: dict(rows[index]) | {"_code_unsafe": True}, len(rows))
-    if why := sandbox_available():
+    """Programs run in a sandbox, or by code.unsafe without; the graders find that in each row. A column that the data
+    brings has no say in it."""
+    if not config.code.unsafe and (why := sandbox_available()):
         raise ValueError(
-            f"Rewards that run programs need a sandbox, and there is none here: {why} See docs/sandbox.md."
+            f"Rewards that run programs need a sandbox, and there is none here: {why} docs/sandbox.md says what to do, "
+            "and what code.unsafe: true would risk."
         )
-    return rows
+    return MadeRows(lambda index: dict(rows[index]) | {UNSAFE: config.code.unsafe}, len(rows))
 
 
 def _short_enough(
