@@ -1,7 +1,8 @@
 """A training run that is killed in a chosen phase: python -m tests.rl.kills PHASE SEED LOG train KEY=VALUE ...
 
-PHASE:2 is the beginning of the second time that the phase is met; PHASE alone is a random moment of it. A thread looks at what the main thread is doing and kills the process with SIGKILL when it is inside the phase, so that
-the package needs no hooks. The phase goes to LOG just before.
+PHASE:2 is the beginning of the second time that the phase is met, PHASE alone a random moment of it. A thread looks at
+what the main thread is doing and kills the process with SIGKILL when it is inside the phase, so that the package needs
+no hooks. The phase goes to LOG just before.
 """
 
 import os
