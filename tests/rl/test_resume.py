@@ -8,15 +8,19 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
 import torch
 
 import qerl
+from qerl.errors import Interrupted
 from qerl.recipe import default_recipe, load_config
 from qerl.rl import checkpoint
+from qerl.rl.batch import TrainSample
 from qerl.rl.folder import claimed, resumed_config
+from qerl.rl.run import build
 from tests.rl.kills import ANYWHERE, NOT_AT_ALL, PHASES
 from tests.rl.test_trainer import few_threads, timeless, tiny_job  # noqa: F401 (a fixture)
 from tests.test_cli import qerl_command
@@ -111,6 +115,26 @@ def test_full_training_and_eight_bit_adamw_resume_exactly(tmp_path: Path) -> Non
         shutil.rmtree(done.checkpoint)  # as if killed during the third step
         qerl.train(resumed_config(run, []), resume=True)
         assert timeless(run / "metrics.jsonl") == whole
+
+
+def test_an_evaluation_after_a_checkpoint_of_its_step_is_there_once(tmp_path: Path) -> None:
+    """Stopped after the update of step 1, before its evaluation; resumed, and killed after that evaluation."""
+    options = ("max_steps=2", "save_steps=1", "eval_steps=1", "eval_size=2", "prompts_per_step=2")
+    qerl.train(tiny_job(tmp_path / "a", *options))
+    trainer = build(tiny_job(tmp_path / "b", *options))
+    update = trainer.update
+
+    def stop(samples: list[TrainSample], step: int) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(samples, step)
+
+    trainer.update = stop
+    with trainer.metrics, pytest.raises(Interrupted):
+        trainer.train()
+    qerl.train(resumed_config(tmp_path / "b", []), resume=True)
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000002")
+    qerl.train(resumed_config(tmp_path / "b", []), resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
