@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,6 @@ from typing import Any
 
 import pyarrow.parquet
 import pytest
-import torch
 
 import qerl
 from qerl.errors import Interrupted
@@ -159,25 +159,38 @@ def test_a_second_process_and_a_folder_that_cant_be_written_are_refused(tmp_path
     assert not (tmp_path / "never").exists()
 
 
-def test_a_full_disk_leaves_the_checkpoints_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
+def test_a_full_disk_leaves_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the library meets a real error of the system."""
+    trainer = build(tiny_job(tmp_path / "run", "max_steps=3", "save_steps=1", "eval_size=0", "prompts_per_step=2"))
+    finish, limits = trainer.finish, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    from safetensors import SafetensorError
+    def fill(step: int, *arguments: Any) -> None:
+        finish(step, *arguments)
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
 
-    config = tiny_job(tmp_path / "run", "max_steps=3", "save_steps=1", "eval_size=0")
-    real, calls = checkpoint.save_file, []
-
-    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        calls.append(path)
-        if len(calls) == 3:
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises((OSError, SafetensorError)):
-        qerl.train(config)
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert kept == ["step-000001", "step-000002"]
-    monkeypatch.undo()
+    trainer.finish = fill
+    try:
+        with trainer.metrics, pytest.raises(OSError, match=r"File too large.*step-000002"):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     assert qerl.train(resumed_config(tmp_path / "run", []), resume=True).steps == 3
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(tmp_path: Path) -> None:
+    result = qerl.train(tiny_job(tmp_path / "run", "max_steps=1", "eval_size=0", "prompts_per_step=2"))
+    folder = result.checkpoint.parent
+    for name in (".step-000001.partial", ".step-000000.old"):
+        shutil.copytree(result.checkpoint, folder / name)
+    qerl.train(resumed_config(tmp_path / "run", ["max_steps=2"]), resume=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_says_that_it_starts_over(tmp_path: Path) -> None:
+    (tmp_path / "step-000001").mkdir()
+    said: list[str] = []
+    assert checkpoint.newest_whole(tmp_path, said.append) is None
+    assert "there is none before it: the run starts over" in said[0]
+    assert (tmp_path / "damaged-step-000001").is_dir()
