@@ -150,9 +150,9 @@ def _words(text: str) -> str:
 
 
 def _same_kind(right: str, given: str, number: Number | None) -> bool:
-    """Refuse what math-verify would forgive: an interval's other brackets, a list or an inequality for one number, a sum
-    or product that was not worked out for one (it may be the question's own), another base (numbers in a base are the
-    same only as texts)."""
+    """Refuse what math-verify would forgive: an interval's other brackets; for one number a list, an inequality, or a
+    sum or product that was not worked out (it may be the question's own); another base (numbers in a base are the same
+    only as texts)."""
     one, other = to_latex(right), to_latex(given)
     if _brackets(one) and _brackets(other) and _brackets(one) != _brackets(other):
         return False
