@@ -66,9 +66,25 @@ def humaneval(text: str, row: Row) -> float | None:
 
 
 def stdin_stdout(text: str, row: Row) -> float | None:
-    """Column `verification_info`: a dictionary or its JSON, with `test_cases` of `input` and `output`, or with lists
-    `inputs` and `outputs`. What is printed must equal the output but for spaces at the ends of lines and of the whole.
-    """
+    """What is printed must equal the output but for spaces at the ends of lines and of the whole. Columns: see
+    `stdin_stdout_cases`."""
+    pairs = stdin_stdout_cases(row)
+    if pairs is None:
+        return None
+    code, unsafe = extract_code(text), bool(row.get(UNSAFE))
+    deadline = time.monotonic() + ALL_CASES
+    for given, wanted in pairs:
+        outcome = run_program(code, _as_text(given), limits=CASE, unsafe=unsafe)
+        if outcome.status != "ok" or _lines(outcome.stdout) != _lines(_as_text(wanted)):
+            return 0.0
+        if time.monotonic() > deadline:
+            return 0.0
+    return 1.0
+
+
+def stdin_stdout_cases(row: Row) -> list[tuple[Any, Any]] | None:
+    """Inputs and outputs from the column `verification_info`: a dictionary or its JSON, with `test_cases` of `input`
+    and `output`, or with lists `inputs` and `outputs`. None: the row has none, or tests of a function."""
     info = row.get("verification_info")
     info = json.loads(info) if isinstance(info, str) else info
     if not info:
@@ -80,17 +96,7 @@ def stdin_stdout(text: str, row: Row) -> float | None:
         return None  # tests of a function, which is another kind of task
     else:
         pairs = [(case["input"], case["output"]) for case in cases]
-    if not pairs:
-        return None
-    code, unsafe = extract_code(text), bool(row.get(UNSAFE))
-    deadline = time.monotonic() + ALL_CASES
-    for given, wanted in pairs:
-        outcome = run_program(code, _as_text(given), limits=CASE, unsafe=unsafe)
-        if outcome.status != "ok" or _lines(outcome.stdout) != _lines(_as_text(wanted)):
-            return 0.0
-        if time.monotonic() > deadline:
-            return 0.0
-    return 1.0
+    return pairs or None
 
 
 def _passes(solution: str, tests: str, setup: str, asked: list[str] | None, row: Row) -> float:
