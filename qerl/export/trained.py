@@ -68,12 +68,15 @@ def find_trained(source: Path, model: str | None = None, base: str | None = None
 def _checkpoint(source: Path) -> Path:
     """The newest undamaged one; nothing is put aside, the run may still be going on."""
     inside = checkpoints(source / CHECKPOINTS)
-    for path in [source] if (source / ADAPTER).is_dir() or (source / WEIGHTS).is_file() else reversed(inside):
+    for path in reversed(inside):
         if not damage(path):
             return path
     if inside:
         raise ValueError(f"No checkpoint of {source} is whole: {damage(inside[-1])} in {inside[-1].name}.")
-    why = damage(source) if (source / ADAPTER).is_dir() or (source / WEIGHTS).is_file() else "it holds no checkpoint"
+    holds = (source / ADAPTER).is_dir() or (source / WEIGHTS).is_file()
+    why = damage(source) if holds else "it holds no checkpoint"
+    if not why:
+        return source
     raise ValueError(f"{source} can't be exported: {why}. Name a run's output_dir, a checkpoint in it, or an adapter.")
 
 
