@@ -10,12 +10,12 @@ demo: $(VENV)/.installed
 	rm -rf demo
 	$(BIN)/qerl train output_dir=demo
 
-# Lint, types, tests: all on the CPU.
+# Lint, types, tests: all on the CPU, two tests at a time with one thread each.
 test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The tests that need a CUDA GPU, with the packages of the python on the PATH.
 gpu-test:

@@ -1,5 +1,6 @@
 """Every recipe loads, and every training recipe has a plan, in every base, without a GPU or a download."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_every_recipe_loads_and_is_short(recipe: Path) -> None:
 def test_every_training_recipe_is_planned_with_every_base_by_one_override(
     recipe: Path, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(socket, "socket", None)  # whoever reached for the network would fail
     plan = make_plan(load_config(recipe, [f"base={base}"]))
     assert plan.steps is not None
     assert plan.updates is not None

@@ -49,7 +49,7 @@ def main() -> None:
         complain(error)
         sys.exit(2)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EFBIG):
             raise
         complain(ValueError(f"{error.strerror}: {error.filename or 'the disk'}. What was complete is kept."))
         sys.exit(1)

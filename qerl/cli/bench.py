@@ -1,7 +1,8 @@
 """`qerl bench ...`: a few lines of wiring for each measurement."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -52,12 +53,28 @@ def bench_rollout(
     samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 8,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    batch: Annotated[
+        str | None, typer.Option(help="Batch sizes, as 1,8,32: speed of prefill and decoding with LoRA, on a GPU.")
+    ] = None,
+    base: Annotated[str, typer.Option(help="With --batch: nvfp4, bf16, mxfp4 or nf4.")] = "nvfp4",
+    rank: Annotated[int, typer.Option(help="With --batch: LoRA's rank; 0: none.", min=0)] = 32,
+    prompt: Annotated[int, typer.Option(help="With --batch: tokens of a prompt.", min=1)] = 256,
     csv: Csv = None,
 ) -> None:
-    """Our engine against transformers.generate: tokens a second on samples of mixed lengths."""
+    """Our engine against transformers.generate: tokens a second on samples of mixed lengths.
+
+    With --batch, the engine alone by batch size: all samples as long as --max-tokens.
+    """
     from qerl.bench.results import append_rows
     from qerl.bench.rollout import compare
 
+    if batch is not None:
+        from qerl.bench.decode import measure
+
+        title = f"{shape} as {base}, LoRA r = {rank}, prompts of {prompt}, {max_tokens} new tokens"
+        shown = ("batch", "prefill_ms", "step_ms", "floor_ms", "of_floor", "tokens_per_s")
+        _measured(measure(shape, base, rank, _numbers(batch), prompt, max_tokens, say), shown, title, csv)
+        return
     rows = compare(shape, prompts, samples, max_tokens, device, say)
     if csv:
         append_rows(csv, rows)
@@ -69,6 +86,41 @@ def bench_rollout(
         table.add_row(*(str(row[column]) for column in columns))
     screen.print(table)
     finish({"rows": rows, "speedup": round(rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"], 2)})
+
+
+@bench.command("linear")
+def bench_linear(
+    shape: Annotated[str, typer.Option(help="Whose linear layers.")] = "qwen2.5-7b",
+    rows: Annotated[str, typer.Option(help="Rows of x, that is, sequences in a decode step.")] = "1,8,16,32,64,128,256",
+    rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
+    csv: Csv = None,
+) -> None:
+    """NVFP4 linears on our kernels, alone and with LoRA, against cuBLAS in bf16: microseconds, on a GPU."""
+    from qerl.bench.linear import measure
+
+    columns = ("layer", "rows", "us", "with_lora_us", "bf16_us", "x_bf16", "of_floor", "tb_per_s")
+    _measured(measure(shape, _numbers(rows), rank, say), columns, f"{shape}: linear layers, LoRA r = {rank}", csv)
+
+
+def _numbers(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ValueError(f"{text!r} is no list of numbers; write them as 1,8,32.")
+    return [int(word) for word in words]
+
+
+def _measured(rows: Iterable[dict[str, Any]], columns: tuple[str, ...], title: str, csv: Path | None) -> None:
+    """Rows as a table, each also to the CSV file as it comes."""
+    from qerl.bench.results import append_rows
+
+    table, found = Table(*columns, title=title), []
+    for row in rows:
+        found.append(row)
+        table.add_row(*(str(row[column]) for column in columns))
+        if csv:
+            append_rows(csv, [row])
+    screen.print(table)
+    finish({"rows": found})
 
 
 @bench.command("parity")

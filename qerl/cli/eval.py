@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -121,13 +122,17 @@ def eval_compare(
     for key, (one, other) in changed_settings(a, b).items():
         if not key.endswith("sha256") and key != "weights":
             say(f"{key}: {one} -> {other}")
-    table = Table("task", "questions", "A", "B", "B - A", "95 % interval", "p", "better", "worse", title="pass@1")
+    table = Table(title="pass@1 in %; n questions, B>A: on which B is right more often")
+    table.add_column("task", overflow="fold", min_width=10)
+    for name in ("n", "A", "B", "B - A", "95 %", "p", "B>A", "B<A"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in found:
         delta = one.difference
-        interval = f"{100 * delta.low:+.1f} to {100 * delta.high:+.1f}"
+        interval = f"{100 * delta.low:+.1f}..{100 * delta.high:+.1f}"
+        shares = (f"{100 * one.a:.1f}", f"{100 * one.b:.1f}", f"{100 * delta.value:+.1f}")
         table.add_row(
-            *(one.task, str(one.questions), f"{one.a:.1%}", f"{one.b:.1%}", f"{100 * delta.value:+.1f}", interval),
-            *(f"{delta.p_value:.4f}", str(one.better), str(one.worse)),
+            *(escape(one.task), str(one.questions), *shares, interval),
+            *(f"{delta.p_value:.3f}", str(one.better), str(one.worse)),
         )
         if one.left_out:
             say(f"{one.task}: {one.left_out} questions that only one of the two answered are left out.")
@@ -148,17 +153,18 @@ def lm_eval(context: typer.Context) -> None:
 def _table(tasks: dict[str, Any], k: int) -> Table:
     """A row a task; the scores between pass@1 and pass@k are in the JSON only."""
     drawn = f"{k} samples a question" if k > 1 else "one sample a question"
-    table = Table("task", "questions", title=f"{drawn}; % and 95 % intervals")
+    table = Table(title=f"{drawn}; % and 95 % intervals over n questions")
+    table.add_column("task", overflow="fold", min_width=10)
     scores = list(dict.fromkeys(("pass@1", f"pass@{k}", *([f"maj@{k}"] if k > 1 else []))))
-    for name in (*scores, "tokens", "cut off"):
+    for name in ("n", *scores, "tokens", "cut off"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, one in tasks.items():
         cells = [_cell(one.get(score)) for score in scores]
-        table.add_row(name, str(one["questions"]), *cells, f"{one['mean_tokens']:.0f}", f"{one['cut_off']:.0%}")
+        table.add_row(escape(name), str(one["questions"]), *cells, f"{one['mean_tokens']:.0f}", f"{one['cut_off']:.0%}")
     return table
 
 
 def _cell(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
-    return f"{100 * found['value']:.1f}\n{100 * found['low']:.1f} to {100 * found['high']:.1f}"
+    return f"{100 * found['value']:.1f}\n{100 * found['low']:.1f}..{100 * found['high']:.1f}"

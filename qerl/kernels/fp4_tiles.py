@@ -34,7 +34,7 @@ STRIPS = 4  # kernels take 64 rows at a time: N is padded to that
 PRODUCT = 2.0**-7  # code times scale, as the kernels have it, is so much of its true value
 TOP = 8  # log2 of MXFP4's largest scale, after normalisation
 OCTAVES = 30  # between the largest and the smallest scale that a byte can tell
-STRIPS_AT_A_TIME = 256  # that are rearranged: temporaries take nine bytes a weight
+AT_A_TIME = 1 << 19  # weights that are rearranged: temporaries take some 25 bytes each
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ def tile(parts: Sequence[NVFP4 | MXFP4]) -> Tiles | None:
     divisor_N = F.pad(divisor_N, (0, rows), value=1.0)
     strips = len(packed) // ROWS
     words = torch.empty(strips, packed.shape[1] // 32, 8, 4, 4, dtype=torch.int32, device=packed.device)
-    for start in range(0, strips, STRIPS_AT_A_TIME):
-        end = min(strips, start + STRIPS_AT_A_TIME)
+    step = max(1, AT_A_TIME // (ROWS * 2 * packed.shape[1]))
+    for start in range(0, strips, step):
+        end = min(strips, start + step)
         at = slice(start * ROWS, end * ROWS)
         codes = e2m1.unpack(packed[at]).masked_fill_((scales_NB[at] == 0).repeat_interleave(16, 1), 0)
         words[start:end] = _words(codes)

@@ -7,6 +7,7 @@ checkpoints/step-000050/   adapter/ (a PEFT folder; full training: weights.safet
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -48,19 +50,23 @@ class RunState:
 
 
 def save(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer, state: RunState, keep: int) -> Path:
-    """Write checkpoints/step-N; returns it. One that is there already is left. On any failure the others are
-    untouched."""
+    """Write checkpoints/step-N; returns it. One that is there already is left. On any failure (a full disk: OSError)
+    the others are untouched."""
     target = folder / f"step-{state.step:06d}"
     if target.exists():
         return target
+    for left in folder.glob(".step-*"):  # by a process that was killed here
+        shutil.rmtree(left)
     partial = folder / f".{target.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         _write(partial, model, optimizer, state)
         os.rename(partial, target)
-    except OSError:  # a full disk
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, SafetensorError) and (found := re.search(r"os error (\d+)", str(error))):
+            number = int(found[1])  # all that safetensors tells of the system's error
+            raise OSError(number, os.strerror(number), str(target)) from error
         raise
     flush_folder(folder)
     for old in checkpoints(folder)[:-keep]:
@@ -114,14 +120,15 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest undamaged checkpoint. Damaged ones are said aloud and put aside."""
+    """The newest undamaged checkpoint; None: there is none. Damaged ones are said aloud and put aside."""
     for path in reversed(checkpoints(folder)):
         if not (problem := damage(path)):
             return path
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-        say(f"The checkpoint {path} is damaged ({problem}); it was put aside as {aside.name}, the one before is taken.")
+        before = "the one before is taken" if checkpoints(folder) else "there is none before it: the run starts over"
+        say(f"The checkpoint {path} is damaged ({problem}); it was put aside as {aside.name}, {before}.")
     return None
 
 

@@ -13,6 +13,7 @@ from qerl.recipe import load_config, settings
 from qerl.tasks.task import FROM_PYTHON
 
 METRICS, CONFIG, CHECKPOINTS, COMPLETIONS = "metrics.jsonl", "config.yaml", "checkpoints", "completions"
+EVALUATION = "eval_runtime"  # a metric that every evaluation has, and nothing else
 # What may change when a run is resumed; anything else would make it another run.
 MAY_CHANGE = {
     *("output_dir", "device", "max_steps", "num_train_epochs", "logging_steps", "save_steps", "save_total_limit"),
@@ -42,12 +43,17 @@ def claimed(output: Path, resume: bool) -> Iterator[None]:
             output.rmdir()  # refused before anything was written
 
 
-def cut_back(output: Path, step: int) -> None:
-    """Drop what was written after this step."""
+def cut_back(output: Path, step: int, evaluated: int) -> None:
+    """Drop what was written after this step, and evaluations after the step `evaluated`: one that follows a checkpoint
+    of the same step is made again."""
     path = output / METRICS
     if path.exists():
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        kept = [line for line, values in zip(lines, read_metrics(path), strict=True) if values["step"] <= step]
+        kept = [
+            line
+            for line, values in zip(lines, read_metrics(path), strict=True)
+            if values["step"] <= (evaluated if EVALUATION in values else step)
+        ]
         write_text(path, "".join(f"{line}\n" for line in kept))
     for file in (output / COMPLETIONS).glob("*.parquet*"):
         if file.suffix != ".parquet" or int(file.stem.removeprefix("step-")) > step:

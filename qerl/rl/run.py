@@ -156,7 +156,10 @@ def _trainer(
         if state.step == total:
             display.say(f"All {total} steps are done. To go on, raise max_steps.")
     logged = last_step(output / METRICS)
-    cut_back(output, state.step if saved else -1)  # killed before the first checkpoint, a run starts over
+    if saved is None:
+        cut_back(output, -1, -1)  # killed before the first checkpoint, a run starts over
+    else:
+        cut_back(output, state.step, state.evaluated)
     engine = _engine(config, model, tokenizer, state, len(eval_rows), optimizer_bytes(config, updater))
     trained = sum(p.numel() for p in trained_parameters(model).values())
     display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))

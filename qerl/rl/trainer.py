@@ -22,7 +22,7 @@ from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display
 from qerl.rl.evaluate import evaluate
-from qerl.rl.folder import CHECKPOINTS, COMPLETIONS
+from qerl.rl.folder import CHECKPOINTS, COMPLETIONS, EVALUATION
 from qerl.rl.guard import CollapseWatch, Interrupts
 from qerl.rl.measure import completions_table, peak_memory_gb, rollout_metrics, update_metrics, write_completions
 from qerl.rl.rollout import Rollout, collect, train_samples
@@ -229,7 +229,7 @@ class Trainer:
             self.sampler.wake()
             args = (self.eval_rows, self.tokenizer, self.sampler, self.sampling, self.rewards)
             metrics, _ = evaluate(*args, self.trainer_state())
-        self.metrics.log(metrics | {"eval_runtime": self.timing["eval"]}, self.state.step)
+        self.metrics.log(metrics | {EVALUATION: self.timing["eval"]}, self.state.step)
         shown = "  ".join(f"{key.removeprefix('eval_')} {value:.4g}" for key, value in metrics.items())
         self.display.say(f"evaluation after step {self.state.step}: {shown}")
         return metrics

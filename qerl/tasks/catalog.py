@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from qerl.tasks.code import stdin_stdout_cases
 from qerl.tasks.extract import boxed
 from qerl.tasks.grader import Grader
 from qerl.tasks.math_graders import right_answer
@@ -101,6 +102,11 @@ def mbpp_question(row: Row) -> str | None:
 def humaneval_question(row: Row) -> str | None:
     head = row.get("prompt")
     return f"Complete this function, and repeat its head and imports:\n\n```python\n{head}```" if head else None
+
+
+def program_question(row: Row) -> str | None:
+    """Problems that are judged by what a program prints; a few of these data are judged by tests of a function."""
+    return column("problem_statement", "problem")(row) if stdin_stdout_cases(row) is not None else None
 
 
 def _ids(first: int, last: int) -> Callable[[Row], bool]:
@@ -235,9 +241,10 @@ DATA_SETS = {
             name="verifiable-coding-problems-python",
             columns="problem_statement, verification_info (language, test_cases), gold_standard_solution, source, "
             "task_type, in_source_id, problem_id, metadata",
+            train_rows=35_735,
             train=HubSplit("open-r1/verifiable-coding-problems-python", "train"),
             test=None,
-            question=column("problem_statement", "problem"),
+            question=program_question,
             system_prompt=CODE,
             rewards=(PROGRAMS,),
         ),

@@ -5,7 +5,8 @@ pass, else 0. Everything runs in the sandbox, where a solution and its tests hav
 program that is judged by its output never holds the right output at all.
 
 Where the sandbox is not available the graders refuse with a ValueError, unless the row has a true `_code_unsafe`, which
-stands for the setting `code.unsafe`: rows reach workers as plain data, so it travels with them.
+stands for the setting `code.unsafe`: rows reach workers as plain data, so it travels with them. Whoever hands over rows
+of a data set sets it, so that the data can't.
 """
 
 import json
@@ -24,6 +25,7 @@ CASE = Limits(seconds=10.0, memory_mb=1024, output_bytes=10_000_000)  # one run 
 ALL_CASES = 30.0  # seconds
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+UNSAFE = "_code_unsafe"
 PYTHON = ("python", "py", "python3")
 
 
@@ -64,9 +66,25 @@ def humaneval(text: str, row: Row) -> float | None:
 
 
 def stdin_stdout(text: str, row: Row) -> float | None:
-    """Column `verification_info`: a dictionary or its JSON, with `test_cases` of `input` and `output`, or with lists
-    `inputs` and `outputs`. What is printed must equal the output but for spaces at the ends of lines and of the whole.
-    """
+    """What is printed must equal the output but for spaces at the ends of lines and of the whole. Columns: see
+    `stdin_stdout_cases`."""
+    pairs = stdin_stdout_cases(row)
+    if pairs is None:
+        return None
+    code, unsafe = extract_code(text), bool(row.get(UNSAFE))
+    deadline = time.monotonic() + ALL_CASES
+    for given, wanted in pairs:
+        outcome = run_program(code, _as_text(given), limits=CASE, unsafe=unsafe)
+        if outcome.status != "ok" or _lines(outcome.stdout) != _lines(_as_text(wanted)):
+            return 0.0
+        if time.monotonic() > deadline:
+            return 0.0
+    return 1.0
+
+
+def stdin_stdout_cases(row: Row) -> list[tuple[Any, Any]] | None:
+    """Inputs and outputs from the column `verification_info`: a dictionary or its JSON, with `test_cases` of `input`
+    and `output`, or with lists `inputs` and `outputs`. None: the row has none, or tests of a function."""
     info = row.get("verification_info")
     info = json.loads(info) if isinstance(info, str) else info
     if not info:
@@ -78,17 +96,7 @@ def stdin_stdout(text: str, row: Row) -> float | None:
         return None  # tests of a function, which is another kind of task
     else:
         pairs = [(case["input"], case["output"]) for case in cases]
-    if not pairs:
-        return None
-    code, unsafe = extract_code(text), bool(row.get("_code_unsafe"))
-    deadline = time.monotonic() + ALL_CASES
-    for given, wanted in pairs:
-        outcome = run_program(code, _as_text(given), limits=CASE, unsafe=unsafe)
-        if outcome.status != "ok" or _lines(outcome.stdout) != _lines(_as_text(wanted)):
-            return 0.0
-        if time.monotonic() > deadline:
-            return 0.0
-    return 1.0
+    return pairs or None
 
 
 def _passes(solution: str, tests: str, setup: str, asked: list[str] | None, row: Row) -> float:
@@ -99,7 +107,7 @@ def _passes(solution: str, tests: str, setup: str, asked: list[str] | None, row:
     main = (
         f"{trial}\nreplies, requests = {pipes}\njudge({tests!r}, {setup!r}, {asked!r}, {token!r}, requests, replies)\n"
     )
-    outcome = run_program(main, limits=TESTS, unsafe=bool(row.get("_code_unsafe")), server=server)
+    outcome = run_program(main, limits=TESTS, unsafe=bool(row.get(UNSAFE)), server=server)
     return float(outcome.status == "ok" and outcome.stdout == token)
 
 

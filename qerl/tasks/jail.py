@@ -13,6 +13,7 @@ its memory or its output.
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -29,6 +30,7 @@ ATTR_RDONLY, ATTR_NOSUID = 1, 2
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
 SYS_MOUNT_SETATTR = 442  # the same everywhere
 NOBODY = 65534
+THREADS = 1024  # of all programs at a time
 OLD = "/.old"
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -53,6 +55,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "pivot_root": 155,
         "clone3": 435,
         "kill": (62, 234),  # kill, tgkill: to itself only
+        "prctl": 157,  # all but PR_SET_PDEATHSIG: a program ends with its parent
         "fork": (57, 58),
         "refused": (
             # socket; shmget, semget, msgget, mq_open; memfd_create, memfd_secret; ptrace, process_vm_readv and _writev
@@ -71,6 +74,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "pivot_root": 41,
         "clone3": 435,
         "kill": (129, 131),
+        "prctl": 167,
         "fork": (),
         "refused": (
             *(198, 194, 190, 186, 180, 279, 447, 117, 270, 271),
@@ -168,7 +172,8 @@ def lay_out(visible: list[str], disk: int) -> None:
 
 
 def system_call_filter(calls: dict[str, Any], pid: int) -> bytes:
-    """A BPF program: no new processes (threads are fine), signals to itself only, and none of the refused calls."""
+    """A BPF program: no new processes (threads are fine), signals to itself only, none of the refused calls, and no way
+    to outlive the parent."""
     load, equal, above, has, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse = 0x7FFF0000, 0x00050000
     lines = [
@@ -191,7 +196,8 @@ def system_call_filter(calls: dict[str, Any], pid: int) -> bytes:
     for number in calls["kill"]:
         lines += [(equal, 0, 4, number), first_argument, (equal, 1, 0, pid)]
         lines += [(give, 0, 0, refuse | errno.EPERM), (give, 0, 0, allow)]
-    lines.append((give, 0, 0, allow))
+    lines += [(equal, 0, 4, calls["prctl"]), first_argument, (equal, 0, 1, PR_SET_PDEATHSIG)]
+    lines += [(give, 0, 0, refuse | errno.EPERM), (give, 0, 0, allow), (give, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
 
@@ -202,7 +208,7 @@ def take_filter(pid: int) -> None:
     check(prctl(PR_SET_SECCOMP, 2, header), "seccomp")
 
 
-def take_limits(limits: dict[str, int]) -> None:
+def take_limits(limits: dict[str, int], unsafe: bool) -> None:
     wanted = {
         resource.RLIMIT_AS: (limits["memory"], limits["memory"]),
         resource.RLIMIT_CPU: (limits["cpu"], limits["cpu"] + 1),
@@ -210,8 +216,8 @@ def take_limits(limits: dict[str, int]) -> None:
         resource.RLIMIT_NOFILE: (64, 64),
         resource.RLIMIT_CORE: (0, 0),
     }
-    if platform.machine() not in CALLS:
-        wanted[resource.RLIMIT_NPROC] = (64, 64)
+    if not unsafe or platform.machine() not in CALLS:  # without namespaces all that the user runs would count
+        wanted[resource.RLIMIT_NPROC] = (THREADS, THREADS)
     for kind, (soft, hard) in wanted.items():
         most = resource.getrlimit(kind)[1]
         if most != resource.RLIM_INFINITY:
@@ -236,7 +242,7 @@ def become(spec: dict[str, Any], source: int, files: dict[int, int], drop: bool,
     for number in (signal.SIGPIPE, signal.SIGXFSZ, *IGNORED):
         signal.signal(number, signal.SIG_DFL)
     check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
-    take_limits(spec["limits"])
+    take_limits(spec["limits"], spec["unsafe"])
     if platform.machine() in CALLS:
         take_filter(os.getpid())
     os.execve(spec["python"], [spec["python"], "-s", "-P", "-S", "-B", "-c", BOOT], spec["environment"])
@@ -334,6 +340,6 @@ def main(orders: int, report: int) -> int:
 
 
 if __name__ == "__main__":
-    high = os.dup2(int(sys.argv[2]), 60, inheritable=False)  # out of the way of a program's files
+    high = fcntl.fcntl(int(sys.argv[2]), fcntl.F_DUPFD_CLOEXEC, 60)  # out of the way of a program's files
     os.close(int(sys.argv[2]))
     guarded(high, main, int(sys.argv[1]), high)

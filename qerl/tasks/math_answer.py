@@ -37,7 +37,10 @@ _SYMBOLS = {
     **{"**": "^", "<=": r"\le ", ">=": r"\ge ", "!=": r"\ne "},
 }
 _ASCII_ROOT = re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)")
-_ASCII_NAMES = re.compile(r"(?<![\\A-Za-z])(pi|infinity|infty|sin|cos|tan|cot|sec|csc|log|ln|theta)(?![A-Za-z])")
+_ASCII_NAMES = re.compile(r"(?<![\\A-Za-z])(pi|infinity|infty|sin|cos|tan|cot|sec|csc|log|ln|exp|theta)(?![A-Za-z])")
+_NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})")
+_DECIMAL_POWER = re.compile(r"\^\s*\{\s*(-?)(\d{0,9})\.(\d{1,9})\s*\}|\^\s*(-?)(\d{0,9})\.(\d{1,9})")
+_SUM_OR_PRODUCT = re.compile(r"[\w)}\]!]\s*(?:[-+*]|\\(?:cdot|times|div)(?![A-Za-z]))")
 
 
 def same_answer(right: str, given: str) -> bool:
@@ -106,10 +109,17 @@ def to_latex(text: str) -> str:
     for _ in range(3):
         text = _ASCII_ROOT.sub(r"\\sqrt{\1}", text)
     text = _ASCII_NAMES.sub(lambda found: "\\" + {"infinity": "infty"}.get(found[1], found[1]), text)
+    text = _DECIMAL_POWER.sub(_fraction_power, _NATURAL_LOG.sub(r"\\ln ", text))
     text = re.sub(r"\\(?:[,;!:>]|quad|qquad|displaystyle)(?![A-Za-z])", " ", text)
     text = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])", "", text)
     text = re.sub(r"\\text\s*\{\s*(?:or|and)\s*\}|(?<![\\A-Za-z])(?:or|and)(?![A-Za-z])", ",", text)
     return text.rstrip(".").strip()
+
+
+def _fraction_power(found: re.Match[str]) -> str:
+    """`^{0.5}` with an exact exponent: sympy would work out the power in floating point."""
+    sign, whole, part = found.groups()[:3] if found[3] else found.groups()[3:]
+    return f"^{{{sign}\\frac{{{int(whole + part)}}}{{{10 ** len(part)}}}}}"
 
 
 def _plain_text(text: str) -> str:
@@ -140,14 +150,17 @@ def _words(text: str) -> str:
 
 
 def _same_kind(right: str, given: str, number: Number | None) -> bool:
-    """Refuse what math-verify would forgive: an interval's other brackets, a list or an inequality for one number,
-    another base (numbers in a base are the same only as texts)."""
+    """Refuse what math-verify would forgive: an interval's other brackets; for one number a list, an inequality, or a
+    sum or product that was not worked out (it may be the question's own); another base (numbers in a base are the same
+    only as texts)."""
     one, other = to_latex(right), to_latex(given)
     if _brackets(one) and _brackets(other) and _brackets(one) != _brackets(other):
         return False
     if number is not None:
         listed = "," in re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", other)
         if listed or _RELATION.search(other) or re.search(r"\\(?:pm|cup)(?![A-Za-z])", other):
+            return False
+        if _SUM_OR_PRODUCT.search(other.rpartition("=")[2]):
             return False
     return not re.search(r"\d_", one + " " + other)
 

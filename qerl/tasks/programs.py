@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from qerl.tasks.code import UNSAFE
 from qerl.tasks.grader import Grader
 from qerl.tasks.prompts import MadeRows
 from qerl.tasks.sandbox import sandbox_available
@@ -14,11 +15,11 @@ def runs_programs(rewards: Iterable[Reward]) -> bool:
 
 
 def program_rows(rows: Sequence[Row], unsafe: bool) -> Sequence[Row]:
-    """The rows for graders that run programs; `unsafe` (no sandbox) reaches them in each row."""
-    if unsafe:
-        return MadeRows(lambda index: dict(rows[index]) | {"_code_unsafe": True}, len(rows)) if len(rows) else rows
-    if why := sandbox_available():
+    """The rows for graders that run programs; `unsafe` (no sandbox) reaches them in each row. A column that the data
+    brings has no say in it."""
+    if not unsafe and (why := sandbox_available()):
         raise ValueError(
-            f"Rewards that run programs need a sandbox, and there is none here: {why} See docs/sandbox.md."
+            f"Rewards that run programs need a sandbox, and there is none here: {why} docs/sandbox.md says what to do, "
+            "and what code.unsafe: true would risk."
         )
-    return rows
+    return MadeRows(lambda index: dict(rows[index]) | {UNSAFE: unsafe}, len(rows)) if len(rows) else rows

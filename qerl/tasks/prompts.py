@@ -17,7 +17,8 @@ class MadeRows(Sequence[Row]):
 
     def __init__(self, make: Callable[[int], Row], length: int) -> None:
         self.make, self.length = make, length
-        self[0]  # refuses bad settings now
+        if length:
+            self[0]  # refuses bad settings now
 
     def __len__(self) -> int:
         return self.length

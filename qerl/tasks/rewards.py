@@ -13,9 +13,10 @@ import asyncio
 import importlib
 import inspect
 import math
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,22 +127,23 @@ class Rewards:
         def call() -> list[Any]:
             results = [function(**_wanted(function, given)) for function in functions]
             if any(inspect.isawaitable(result) for result in results):
-                with ThreadPoolExecutor(1) as thread:  # a notebook's thread has a loop of its own already
-                    results = thread.submit(asyncio.run, _together(results)).result()
+                # a notebook's thread has a loop of its own already
+                results = _in_thread(lambda: asyncio.run(_together(results))).result()
             return results
 
         if self.timeout is None or not functions:
             return call()
-        waiting = ThreadPoolExecutor(1)
+        called = _in_thread(call)
         try:
-            return waiting.submit(call).result(self.timeout)
+            return called.result(self.timeout)
         except TimeoutError as error:
+            if called.done():  # the function's own
+                raise
             names = ", ".join(map(reward_name, functions))
             raise ValueError(
-                f"The reward functions {names} took longer than reward_timeout={self.timeout:g} s."
+                f"The reward functions {names} took longer than reward_timeout={self.timeout:g} s. Raise it, or see "
+                "what they wait for."
             ) from error
-        finally:
-            waiting.shutdown(wait=False)
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,20 @@ class Scores:
     extra: dict[str, list[Any]]  # columns that functions asked to log
     metrics: dict[str, list[float]]
     failures: Counter[str]  # samples that graders failed on, by reason
+
+
+def _in_thread(call: Callable[[], list[Any]]) -> "Future[list[Any]]":
+    """The call in a thread of its own, which does not keep the process from ending if it never returns."""
+    future: Future[list[Any]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rewards", daemon=True).start()
+    return future
 
 
 async def _together(results: list[Any]) -> list[Any]:

@@ -121,7 +121,8 @@ class Workers:
     def _work(self, slot: int) -> None:
         """The thread of one worker: take a job, see it done or its worker dead, and take the next."""
         if self.graders:
-            self._start(slot)
+            with contextlib.suppress(OSError):  # no process to be had: said at the first sample, if it is so still
+                self._start(slot)
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue

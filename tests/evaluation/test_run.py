@@ -201,7 +201,9 @@ def test_the_commands_print_tables_and_end_in_json(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "a")])
     assert json.loads(done.stdout.splitlines()[-1])["tasks"]["arithmetic"]["questions"] == 4
     assert "pass@1" in done.stdout
+    assert "arithmetic" in done.stdout.partition("{")[0]  # whole, on a narrow screen too
     compared = CliRunner().invoke(app, ["eval-compare", str(tmp_path / "a"), str(tmp_path / "a")])
     found = json.loads(compared.stdout.splitlines()[-1])["tasks"]["arithmetic"]
     assert found["difference"] == {"value": 0.0, "low": 0.0, "high": 0.0, "p_value": 1.0}
     assert "B - A" in compared.stdout
+    assert "arithmetic" in compared.stdout.partition("{")[0]

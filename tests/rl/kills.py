@@ -1,7 +1,8 @@
 """A training run that is killed in a chosen phase: python -m tests.rl.kills PHASE SEED LOG train KEY=VALUE ...
 
-A thread looks at what the main thread is doing and kills the process with SIGKILL when it is inside the phase, so that
-the package needs no hooks. The phase goes to LOG just before.
+PHASE:2 is the beginning of the second time that the phase is met, PHASE alone a random moment of it. A thread looks at
+what the main thread is doing and kills the process with SIGKILL when it is inside the phase, so that the package needs
+no hooks. The phase goes to LOG just before.
 """
 
 import os
@@ -43,13 +44,16 @@ def phase_of(frame: FrameType | None) -> str | None:
 
 
 def kill_in(phase: str, seed: str, log: str) -> None:
-    """At a random moment of one of the first times that the phase is met."""
+    """At a random moment of one of the first times that the phase is met, or at the time that is asked for."""
     draw = random.Random(seed)
+    phase, _, asked = phase.partition(":")
     main = threading.main_thread().ident or 0
     if phase == ANYWHERE:
         time.sleep(draw.random() * 8)
         strike(phase, log)
     passed, within, before = draw.randrange(2), draw.random() * 0.3, None
+    if asked:
+        passed, within = int(asked) - 1, 0.0
     while True:
         now = phase_of(sys._current_frames().get(main))
         if now == phase != before:

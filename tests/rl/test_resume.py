@@ -1,20 +1,26 @@
 """Nothing lost: killed runs resume exactly, damage is noticed, nobody writes over anybody."""
 
+import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
-import torch
 
 import qerl
+from qerl.errors import Interrupted
+from qerl.recipe import default_recipe, load_config
 from qerl.rl import checkpoint
+from qerl.rl.batch import TrainSample
 from qerl.rl.folder import claimed, resumed_config
+from qerl.rl.run import build
 from tests.rl.kills import ANYWHERE, NOT_AT_ALL, PHASES
 from tests.rl.test_trainer import few_threads, timeless, tiny_job  # noqa: F401 (a fixture)
 from tests.test_cli import qerl_command
@@ -34,14 +40,14 @@ def start(folder: Path, phase: str, seed: int, *words: str) -> subprocess.Popen[
     return subprocess.Popen([sys.executable, *map(str, line)], stdout=log, stderr=log, text=True)
 
 
-def train_with_kills(folder: Path, phases: Sequence[str], steps: int) -> list[str]:
-    """Run to the end, killed once in each phase, in this order; returns the kills that struck before it was done."""
-    for seed, phase in enumerate([*phases, NOT_AT_ALL]):
-        process = start(folder, phase, seed, f"max_steps={steps}")
+def kill_again_and_again(folder: Path, phases: Sequence[str], *words: str) -> list[str]:
+    """Begin and resume a run, killed once in each phase, in this order; returns the kills that struck before its
+    end."""
+    for seed, phase in enumerate(phases):
+        process = start(folder, phase, seed, *words)
         if process.wait() == 0:
             break
         assert process.returncode == -signal.SIGKILL, folder.with_suffix(".log").read_text()
-    assert process.returncode == 0
     return folder.with_suffix(".kills").read_text().split()
 
 
@@ -54,11 +60,13 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert weights[0] == weights[1]
 
 
-def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole", NOT_AT_ALL, 0, "max_steps=5")
-    phases = ["checkpoint", "update"]
-    assert train_with_kills(tmp_path / "killed", phases, steps=5) == phases
-    assert whole.wait() == 0
+def test_a_run_that_is_killed_while_a_checkpoint_is_written_is_the_run_that_was_not(tmp_path: Path) -> None:
+    words = ("max_steps=3", "save_steps=1", "prompts_per_step=2", "eval_size=2")
+    killed = start(tmp_path / "killed", "checkpoint:2", 0, *words)
+    qerl.train(load_config(default_recipe(), [*WORDS, *words, f"output_dir={tmp_path / 'whole'}"]))
+    assert killed.wait() == -signal.SIGKILL
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "killed" / "checkpoints")] == ["step-000001"]
+    qerl.train(resumed_config(tmp_path / "killed", []), resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -67,44 +75,66 @@ def test_fifty_kills(tmp_path: Path) -> None:
     phases = [*PHASES * 9, *[ANYWHERE] * 5]
     random.Random(0).shuffle(phases)
     assert start(tmp_path / "whole", NOT_AT_ALL, 0, "max_steps=100").wait() == 0
-    assert train_with_kills(tmp_path / "killed", phases, steps=100) == phases
+    assert kill_again_and_again(tmp_path / "killed", phases, "max_steps=100") == phases
+    assert start(tmp_path / "killed", NOT_AT_ALL, 0).wait() == 0
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("harm", ["truncated", "flipped", "missing", "extra", "no checksums"])
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path: Path, harm: str, capsys) -> None:
-    options = ("max_steps=3", "save_steps=1", "eval_size=0")
-    qerl.train(tiny_job(tmp_path / "a", *options))
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path: Path, capsys) -> None:
+    qerl.train(tiny_job(tmp_path / "a", "max_steps=3", "save_steps=1", "eval_size=0"))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     newest = tmp_path / "b" / "checkpoints" / "step-000003"
     weights = newest / "adapter" / "adapter_model.safetensors"
     data = bytearray(weights.read_bytes())
-    if harm == "truncated":
-        weights.write_bytes(data[:-10])
-    elif harm == "flipped":
-        data[-5] ^= 1
-        weights.write_bytes(data)
-    elif harm == "missing":
-        (newest / "optimizer.safetensors").unlink()
-    elif harm == "extra":
-        (newest / "more").write_text("x")
-    else:
-        (newest / "checksums.json").unlink()
+    data[-5] ^= 1
+    weights.write_bytes(data)
     qerl.train(resumed_config(tmp_path / "b", []), resume=True)
     said = " ".join(capsys.readouterr().err.split())
     assert "step-000003 is damaged" in said
     assert "the one before is taken" in said
     assert_same_run(tmp_path / "a", tmp_path / "b")
+    for harm in ("truncated", "missing", "extra", "no checksums"):
+        harmed = shutil.copytree(tmp_path / "a" / "checkpoints" / "step-000003", tmp_path / harm)
+        assert not checkpoint.damage(harmed)
+        if harm == "truncated":
+            os.truncate(harmed / "adapter" / "adapter_model.safetensors", len(data) - 10)
+        elif harm == "missing":
+            (harmed / "optimizer.safetensors").unlink()
+        elif harm == "extra":
+            (harmed / "more").write_text("x")
+        else:
+            (harmed / "checksums.json").unlink()
+        assert checkpoint.damage(harmed), harm
 
 
 def test_full_training_and_eight_bit_adamw_resume_exactly(tmp_path: Path) -> None:
     for i, words in enumerate((["base=full"], ["optim=adamw_8bit"])):
-        options = (*words, "max_steps=3", "eval_size=0")
-        qerl.train(tiny_job(tmp_path / f"whole{i}", *options))
-        part = tiny_job(tmp_path / f"part{i}", *options, "save_steps=1")
-        shutil.rmtree(qerl.train(part).checkpoint)  # as if killed during the third step
-        qerl.train(resumed_config(tmp_path / f"part{i}", []), resume=True)
-        assert timeless(tmp_path / f"part{i}" / "metrics.jsonl") == timeless(tmp_path / f"whole{i}" / "metrics.jsonl")
+        run = tmp_path / f"run{i}"
+        done = qerl.train(tiny_job(run, *words, "max_steps=2", "prompts_per_step=2", "eval_size=0", "save_steps=1"))
+        whole = timeless(run / "metrics.jsonl")
+        shutil.rmtree(done.checkpoint)  # as if killed during the second step
+        qerl.train(resumed_config(run, []), resume=True)
+        assert timeless(run / "metrics.jsonl") == whole
+
+
+def test_an_evaluation_after_a_checkpoint_of_its_step_is_there_once(tmp_path: Path) -> None:
+    """Stopped after the update of step 1, before its evaluation; resumed, and killed after that evaluation."""
+    options = ("max_steps=2", "save_steps=1", "eval_steps=1", "eval_size=2", "prompts_per_step=2")
+    qerl.train(tiny_job(tmp_path / "a", *options))
+    trainer = build(tiny_job(tmp_path / "b", *options))
+    update = trainer.update
+
+    def stop(samples: list[TrainSample], step: int) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(samples, step)
+
+    trainer.update = stop
+    with trainer.metrics, pytest.raises(Interrupted):
+        trainer.train()
+    qerl.train(resumed_config(tmp_path / "b", []), resume=True)
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "step-000002")
+    qerl.train(resumed_config(tmp_path / "b", []), resume=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
@@ -129,25 +159,38 @@ def test_a_second_process_and_a_folder_that_cant_be_written_are_refused(tmp_path
     assert not (tmp_path / "never").exists()
 
 
-def test_a_full_disk_leaves_the_checkpoints_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
+def test_a_full_disk_leaves_the_checkpoints_that_are_there(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: the library meets a real error of the system."""
+    trainer = build(tiny_job(tmp_path / "run", "max_steps=3", "save_steps=1", "eval_size=0", "prompts_per_step=2"))
+    finish, limits = trainer.finish, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    from safetensors import SafetensorError
+    def fill(step: int, *arguments: Any) -> None:
+        finish(step, *arguments)
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
 
-    config = tiny_job(tmp_path / "run", "max_steps=3", "save_steps=1", "eval_size=0")
-    real, calls = checkpoint.save_file, []
-
-    def full(tensors: dict[str, torch.Tensor], path: Path) -> None:
-        calls.append(path)
-        if len(calls) == 3:
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        real(tensors, path)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises((OSError, SafetensorError)):
-        qerl.train(config)
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert kept == ["step-000001", "step-000002"]
-    monkeypatch.undo()
+    trainer.finish = fill
+    try:
+        with trainer.metrics, pytest.raises(OSError, match=r"File too large.*step-000002"):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     assert qerl.train(resumed_config(tmp_path / "run", []), resume=True).steps == 3
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(tmp_path: Path) -> None:
+    result = qerl.train(tiny_job(tmp_path / "run", "max_steps=1", "eval_size=0", "prompts_per_step=2"))
+    folder = result.checkpoint.parent
+    for name in (".step-000001.partial", ".step-000000.old"):
+        shutil.copytree(result.checkpoint, folder / name)
+    qerl.train(resumed_config(tmp_path / "run", ["max_steps=2"]), resume=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_says_that_it_starts_over(tmp_path: Path) -> None:
+    (tmp_path / "step-000001").mkdir()
+    said: list[str] = []
+    assert checkpoint.newest_whole(tmp_path, said.append) is None
+    assert "there is none before it: the run starts over" in said[0]
+    assert (tmp_path / "damaged-step-000001").is_dir()

@@ -211,8 +211,8 @@ def check_humaneval(samples: list[dict[str, Any]]) -> None:
 def test_references_score_one_and_altered_ones_nothing():
     odd = {126, 367, 533, 596, 601, 927}  # a builtin's name, nodes, a type as argument, sys, a class of the solution's
     all_rows = rows("mbpp")
-    check_mbpp([row for row in all_rows if row["task_id"] in odd or row["task_id"] % 28 == 0], every=False)
-    check_humaneval([row for i, row in enumerate(rows("humaneval")) if i in (32, 33, 38, 50, 53) or i % 16 == 0])
+    check_mbpp([row for row in all_rows if row["task_id"] in odd or row["task_id"] % 97 == 0], every=False)
+    check_humaneval([row for i, row in enumerate(rows("humaneval")) if i in (32, 33, 38, 50, 53) or i % 41 == 0])
 
 
 @needs_data

@@ -1,6 +1,8 @@
 """TRL's reward contract."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
@@ -134,6 +136,30 @@ def test_a_call_that_takes_too_long_is_given_up() -> None:
     with pytest.raises(ValueError, match=r"slow took longer than reward_timeout=0\.1 s"):
         Rewards([slow], timeout=0.1).score(ROWS, ("1", "2"), [(1,), (2,)], STATE)
     assert Rewards([slow], timeout=30).score(ROWS, ("1", "2"), [(1,), (2,)], STATE).values == [[0.0, 0.0]]
+
+
+HANGING = """
+import asyncio, time
+from qerl.tasks.rewards import Rewards, TrainerState
+def hang(completions, **kwargs): time.sleep(1000)
+async def wait(completions, **kwargs): await asyncio.sleep(1000)
+for function in (hang, wait):
+    try: Rewards([function], timeout=0.1).score([{"prompt": "p"}], ["c"], [(1,)], TrainerState(0, 1))
+    except ValueError as error: print(error)
+"""
+
+
+def test_a_function_that_never_returns_does_not_keep_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("took longer than") == 2
+
+
+def test_a_functions_own_timeout_is_not_mistaken_for_the_calls() -> None:
+    def offline(completions, **kwargs):
+        raise TimeoutError("the judge does not answer")
+
+    with pytest.raises(TimeoutError, match="the judge does not answer"):
+        Rewards([offline], timeout=60).score(ROWS, ("1", "2"), [(1,), (2,)], STATE)
 
 
 def test_the_accuracy_reward_is_found_by_name() -> None:

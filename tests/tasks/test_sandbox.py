@@ -1,5 +1,6 @@
 """The sandbox: what a program can't do, how its end is told, and that nothing of it is left."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -94,6 +95,33 @@ asyncio.run(main())
     assert result(source, unsafe).split() == ["thread", "loop"]
 
 
+@needs_sandbox
+def test_threads_are_limited():
+    """By their number, since many small stacks fit into the memory."""
+    source = """
+import os, threading
+threading.stack_size(32768)
+wait, count = threading.Event().wait, 0
+try:
+    while count < 3000:
+        threading.Thread(target=wait, daemon=True).start()
+        count += 1
+except RuntimeError: print("refused", flush=True)
+os._exit(0)
+"""
+    assert result(source) == "refused"
+
+
+@both
+def test_a_program_cannot_ask_to_outlive_its_parent(unsafe: bool):
+    source = """
+import ctypes
+libc = ctypes.CDLL(None)
+print(libc.prctl(1, 0, 0, 0, 0), libc.prctl(15, b"name", 0, 0, 0))
+"""
+    assert result(source, unsafe) == "-1 0"
+
+
 @both
 def test_environment_folder_and_modules(unsafe: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("QERL_SECRET", "x")
@@ -173,6 +201,17 @@ def test_many_threads_may_run_programs(unsafe: bool):
     for thread in threads:
         thread.join()
     assert sorted(results) == [str(i) for i in range(8)]
+
+
+def test_it_works_whatever_files_are_open():
+    """The jail moves its own out of the way of a program's, wherever they are."""
+    with contextlib.ExitStack() as stack:
+        while (file := os.open(os.devnull, os.O_RDONLY)) < 45:
+            stack.callback(os.close, file)
+        stack.callback(os.close, file)
+        for _ in range(18):
+            assert result("print(1)", unsafe=True) == "1"
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 def test_nothing_is_left_open_or_lying_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

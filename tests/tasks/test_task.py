@@ -131,6 +131,16 @@ def test_code_rows_keep_what_their_graders_read(data_dir: Path) -> None:
     assert "verification_info" in load_task("verifiable-coding-problems-python", data_dir=data_dir).train[0]
 
 
+def test_problems_judged_by_tests_of_a_function_are_left_out(data_dir: Path) -> None:
+    row = ROWS["open-r1/verifiable-coding-problems-python"]
+    case = {"fn_name": "add", "input": "[2, 3]", "output": "5", "type": "function_call"}
+    other = row | {"verification_info": {"language": "python", "test_cases": [case]}}
+    path = data_dir / "open-r1__verifiable-coding-problems-python_train.jsonl"
+    assert path.exists()
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in (row, other, row)))
+    assert len(load_task("verifiable-coding-problems-python", data_dir=data_dir).train) == 2
+
+
 def test_data_that_does_not_fit_is_refused_with_its_row(data_dir: Path) -> None:
     (data_dir / "gsm8k_train.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n' + '{"q": "a"}\n' * 2)
     with pytest.raises(ValueError, match=r"2 rows lack .* row 2 with the columns q\. gsm8k reads: question, answer"):

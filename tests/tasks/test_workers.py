@@ -243,6 +243,12 @@ def programs() -> set[int]:
     return found
 
 
+def test_a_process_that_cant_be_started_is_an_error_and_no_endless_wait(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with Workers(1, graders=[LENGTH]) as workers, pytest.raises(OSError, match="/nowhere/python"):
+        workers.submit(LENGTH, "", {}).result(timeout=60)
+
+
 def test_bad_pools_are_refused():
     with pytest.raises(ValueError, match="at least one"):
         Workers(0)

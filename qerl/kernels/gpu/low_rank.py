@@ -71,10 +71,9 @@ def inner(x: Tensor, low: LowRank) -> Tensor:
     """scale x A^T, bf16 [M, parts * rank]."""
     rows, (r, inputs) = len(x), low.a.shape
     out = x.new_empty(rows, r)
-    bm = min(64, max(16, 1 << (rows - 1).bit_length()))
-    br, bk = min(32, low.rank), 128
+    bm, br, bk = 16 if rows <= 16 else 32, 16, 128
     tiles = -(-r // br) * -(-rows // bm)
-    wanted = min(16, -(-inputs // (2 * bk)), 2 * processors(x) // tiles)
+    wanted = min(32, inputs // 448, 2 * processors(x) // tiles)
     pieces = 1 << (max(1, wanted).bit_length() - 1)
     parts = x.new_empty(tiles * pieces * br * bm, dtype=torch.float32)
     down_kernel[(-(-r // br), -(-rows // bm), pieces)](
