@@ -44,9 +44,9 @@ def show(comparison: "Comparison") -> None:
 def _table(comparison: "Comparison", title: str, columns: list[str], counts: bool) -> Table:
     names = [name for name in columns if any(v[name] is not None for v in comparison.values.values())]
     table = Table(title=title)
-    table.add_column("runs", overflow="fold", min_width=20)
+    table.add_column("runs", overflow="fold")
     for name in (*(("seeds", "steps") if counts else ()), *names):
-        table.add_column(name, justify="right")
+        table.add_column(name.replace(" ", "\n"), justify="right")
     for group in comparison.groups:
         steps = sorted({run.steps for run in group.runs})
         many = [str(len(group.runs)), str(steps[0]) if len(steps) == 1 else f"{steps[0]}..{steps[-1]}"]

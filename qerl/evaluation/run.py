@@ -86,6 +86,8 @@ class Evaluation:
             return
         engine, prompt_ids = self._engine()
         for questions in self.questions:
+            if next(self._missing(questions), None) is None:
+                continue
             path = samples_file(self.folder, questions.task)
             drop_torn_line(path)
             with open(path, "a", encoding="utf-8") as file:

@@ -98,6 +98,7 @@ def test_the_command_ends_in_json_and_says_what_is_no_run(tmp_path: Path, capsys
     command([tmp_path / "runs"], tmp_path / "out")
     shown = capsys.readouterr().out
     assert "What was learnt" in shown
+    assert all(line.rstrip().endswith(("│", "┃", "┓", "┩", "┘")) for line in shown.splitlines() if line[:1] in "│┃")
     assert json.loads(shown.splitlines()[-1])["groups"][0]["values"]["reward"]["mean"] == 1.0
     with pytest.raises(ValueError, match="holds no run"):
         command([tmp_path / "runs" / "b"], tmp_path / "out")

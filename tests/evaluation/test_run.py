@@ -135,6 +135,14 @@ def test_what_was_broken_off_goes_on_and_nothing_is_lost(job: Job, tmp_path: Pat
     }
 
 
+def test_another_task_adds_to_a_folder_of_results(job: Job) -> None:
+    small = replace(job, limit=2, max_tokens=8)
+    before = evaluate(small)["tasks"]["arithmetic"]
+    with Evaluation(replace(small, tasks=("arithmetic", "countdown"))) as more:
+        assert {line["task"] for line in more.samples()} == {"countdown"}
+        assert more.results()["tasks"]["arithmetic"] == before
+
+
 def test_other_settings_do_not_mix_into_a_folder_of_results(job: Job, tmp_path: Path) -> None:
     small = replace(job, limit=2, max_tokens=8)
     evaluate(small)
