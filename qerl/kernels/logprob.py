@@ -2,8 +2,11 @@
 
     z_t = h_t W^T / temperature      logp_t = z_t[target_t] - logsumexp(z_t)      H_t = logsumexp(z_t) - sum_v p_tv z_tv
 
-Tokens go through in chunks. The forward keeps logsumexp, a float a token; the backward forms each chunk's logits again.
-Logits are float32, also where hidden states and head are bf16. Entropy has no gradient: it is a measurement.
+Tokens go through in chunks. With a frozen head, the forward forms each token's gradient from the logits it has at hand,
+    d logp_t / d h_t = (W[target_t] - sum_v p_tv W[v]) / temperature
+and keeps that, a vector of h's size and dtype: the backward only scales it, so two products are made in all, not three.
+With a trained head it keeps logsumexp, a float a token, and the backward forms each chunk's logits again. Logits are
+float32, also where hidden states and head are bf16. Entropy has no gradient: it is a measurement.
 """
 
 from typing import Any
@@ -61,6 +64,8 @@ class _LogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logp_T = hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32)
         entropy_T, lse_T = torch.empty_like(logp_T), torch.empty_like(logp_T)
+        ctx.ready = ctx.needs_input_grad[0] and not ctx.needs_input_grad[1]
+        gradient_TD = torch.empty_like(hidden_TD) if ctx.ready else None
         for start in range(0, len(hidden_TD), chunk):
             at = slice(start, start + chunk)
             logits_CV = float32_product(hidden_TD[at], head_VD).div_(temperature)
@@ -68,8 +73,12 @@ class _LogProb(torch.autograd.Function):
             lse_T[at] = torch.logsumexp(logits_CV, dim=-1)
             logp_T[at] = chosen_C - lse_T[at]
             p_CV = (logits_CV - lse_T[at, None]).exp_()
-            entropy_T[at] = lse_T[at] - p_CV.mul_(logits_CV).sum(-1)
-        ctx.save_for_backward(hidden_TD, head_VD, targets_T, lse_T)
+            entropy_T[at] = lse_T[at] - torch.linalg.vecdot(p_CV, logits_CV)
+            if gradient_TD is not None:
+                p_CV.neg_().scatter_add_(1, targets_T[at, None], torch.ones_like(chosen_C)[:, None])
+                gradient_TD[at] = (p_CV.to(head_VD.dtype) @ head_VD).div_(temperature)
+        kept = (gradient_TD,) if gradient_TD is not None else (hidden_TD, head_VD, targets_T, lse_T)
+        ctx.save_for_backward(*kept)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.mark_non_differentiable(entropy_T)
         return logp_T, entropy_T
@@ -77,6 +86,9 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dlogp_T = grads[0]
+        if ctx.ready:
+            (gradient_TD,) = ctx.saved_tensors
+            return (dlogp_T[:, None] * gradient_TD).to(gradient_TD.dtype), None, None, None, None
         hidden_TD, head_VD, targets_T, lse_T = ctx.saved_tensors
         dhidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None

@@ -48,12 +48,30 @@ def test_bf16_errs_at_most_twice_as_much_as_bf16_pytorch() -> None:
     assert (ours - exact).abs().max() < 1e-4
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
-    hidden, head, targets = inputs(5, 8, 11)
-    logp, _ = logprob(hidden, head.detach(), targets)
-    logp.sum().backward()
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_the_same(chunk: int, temperature: float) -> None:
+    hidden, head, targets = inputs(9, 8, 11)
+    weights = torch.linspace(-1, 2, 9)
+    logp, _ = logprob(hidden, head.detach(), targets, temperature, chunk)
+    (logp * weights).sum().backward()
+    exact, _ = logprob_reference(hidden, head, targets, temperature)
+    (wanted,) = torch.autograd.grad((exact * weights).sum(), hidden)
     assert hidden.grad is not None
+    assert torch.allclose(hidden.grad, wanted, atol=2e-6, rtol=1e-5)
     assert head.grad is None
+
+
+def test_bf16_gradients_err_at_most_twice_as_much_as_bf16_pytorch() -> None:
+    hidden, head, targets = inputs(64, 128, 1000, torch.bfloat16)
+    frozen = head.detach()
+    ours, _ = logprob(hidden, frozen, targets, chunk=10)
+    plain = torch.log_softmax(hidden @ frozen.t(), -1).gather(1, targets[:, None])[:, 0]
+    exact, _ = logprob_reference(wide := hidden.detach().float().requires_grad_(), frozen.float(), targets)
+    gradients = [
+        torch.autograd.grad(y.sum(), x)[0].float() for y, x in ((ours, hidden), (plain, hidden), (exact, wide))
+    ]
+    assert (gradients[0] - gradients[2]).norm() <= 2 * (gradients[1] - gradients[2]).norm()
 
 
 def test_no_tensor_of_all_logits_ever_exists() -> None:

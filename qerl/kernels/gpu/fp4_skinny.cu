@@ -1,21 +1,21 @@
-// y = x W^T / divisor + bias + scale (x A^T) B^T for at most 8 NB rows of x and a weight in 4 bits (fp4_tiles.py), in one
-// launch; PAIRED: the weight's halves are gate and up, and y = silu(gate) up.
+// y = x W^T / divisor + bias + scale (x A^T) B^T for at most 8 NB rows of x and a weight in 4 bits (fp4_tiles.py), in
+// one launch; PAIRED: the weight's halves are gate and up, and y = silu(gate) up.
 //
-// W is read once, in the order of the tensor cores' operands: a lane multiplies the very bytes it finds. A block owns a
-// part of K and a run of strips (16 rows of W). It keeps its part of x, and each of its warps takes an equal run of (strip,
-// 64 inputs) units, which the copy engine brings into a ring of the warp's own, without waiting for the others; sums that
-// cross warps meet in shared memory, sums that cross blocks in `parts`, added in a fixed order by the block that arrives
-// last. So the same call gives the same bits. (Prefetching into registers instead is 1.6 times slower: a warp has six
-// scoreboards, and waiting for x means waiting for weights.)
+// W is read once, in the order of the tensor cores' operands: a lane multiplies the very bytes it finds. A block owns
+// a part of K and a run of strips (16 rows of W). It keeps its part of x, and each of its warps takes an equal run of
+// (strip, 64 inputs) units, which the copy engine brings into a ring of the warp's own, without waiting for the
+// others; sums that cross warps meet in shared memory, sums that cross blocks in `parts`, added in a fixed order by
+// the block that arrives last. So the same call gives the same bits. (Prefetching into registers instead is 1.6 times
+// slower: a warp has six scoreboards, and waiting for x means waiting for weights.)
 //
-// LoRA: x A^T is computed first, by the blocks that hold the strips of A, and left in `parts` for all; B is applied where
-// sums are finished. A waits for nobody, and all blocks are resident at once, so nobody waits for ever.
+// LoRA: x A^T is computed first, by the blocks that hold the strips of A, and left in `parts` for all; B is applied
+// where sums are finished. A waits for nobody, and all blocks are resident at once, so nobody waits for ever.
 //
-// The grid may start before the kernel before it has ended (programmatic dependent launch): weights are fetched at once,
-// x after `griddepcontrol.wait`.
+// The grid may start before the kernel before it has ended (programmatic dependent launch): weights are fetched at
+// once, x after `griddepcontrol.wait`.
 //
-// Given by the compiler's command line: NB (1 or 2), WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no LoRA), PAIRED,
-// BLOCKS that registers must leave room for on a multiprocessor.
+// Given by the compiler's command line: NB (1 or 2), WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no
+// LoRA), PAIRED, BLOCKS that registers must leave room for on a multiprocessor.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -38,7 +38,8 @@ struct Args {
     float *parts;         // [k_parts, strips + a_strips, 16, COLS]
     int *counts;          // [groups + 2], zero before and after: arrivals of each group, strips of A, blocks
     float scale;
-    int m, n, k, x_stride, strips, a_strips, k_tiles, k_parts, groups, slots, slots_at, ring_at; // the last two: bytes into shared memory
+    int m, n, k, x_stride, strips, a_strips, k_tiles, k_parts, groups, slots;
+    int slots_at, ring_at; // bytes into shared memory
 };
 
 static __device__ __forceinline__ float to_float(u16 v) { return __uint_as_float((u32)v << 16); }
@@ -50,19 +51,24 @@ static __device__ __forceinline__ u16 to_bf16(float v) {
 }
 
 // A ring's barrier counts bytes that the copy engine brings.
-static __device__ __forceinline__ void begin(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier)); }
+static __device__ __forceinline__ void begin(u32 barrier) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier));
+}
 
 static __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 static __device__ __forceinline__ void copy(u32 to, const void *from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 
 static __device__ __forceinline__ void wait(u32 barrier, u32 phase) {
-    asm volatile("{\n .reg .pred done;\n again:\n mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n @done bra.uni over;\n bra.uni again;\n over:\n}" ::"r"(barrier), "r"(phase)
+    asm volatile("{\n .reg .pred done;\n"
+                 " again:\n mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+                 " @done bra.uni over;\n bra.uni again;\n over:\n}" ::"r"(barrier), "r"(phase)
                  : "memory");
 }
 
@@ -98,8 +104,12 @@ struct Unit {
 
 // Unit i of the stage at `at`; `x_at`: the lane's address for ldmatrix at these inputs.
 static __device__ __forceinline__ void load(Unit &v, u32 at, int i, int lane, u32 x_at) {
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3]) : "r"(at + i * 512 + lane * 16));
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.s[0]), "=r"(v.s[1]) : "r"(at + 512 * CHUNK + i * 64 + lane / 4 * 8));
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "r"(at + i * 512 + lane * 16));
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(v.s[0]), "=r"(v.s[1])
+                 : "r"(at + 512 * CHUNK + i * 64 + lane / 4 * 8));
 #pragma unroll
     for (int j = 0; j < 2 * NB; j++) // two k16 of 8 rows at a time, or one of 16
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -141,7 +151,9 @@ static __device__ __forceinline__ void put(float *slot, float acc[2][NB][4], int
     clear(acc[0]);
 }
 
-static __device__ __forceinline__ float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
 
 static __device__ __forceinline__ int look(const int *p) {
     int v;
@@ -151,7 +163,8 @@ static __device__ __forceinline__ int look(const int *p) {
 
 #if RANK > 0
 // x A^T of one strip of A over this block's inputs; its 16 x COLS sums go to `parts`.
-static __device__ void low_rank(const Args &p, int strip, int part, int k0, int k_count, const char *xs, int x_row, float *slots, float *out) {
+static __device__ void low_rank(const Args &p, int strip, int k0, int k_count, const char *xs, int x_row, float *slots,
+                                float *out) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     float acc[NB][4];
     clear(acc);
@@ -258,7 +271,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
         asm volatile("griddepcontrol.wait;" ::: "memory");
         expect(x_barrier, p.m * x_bytes);
         for (int row = 0; row < p.m; row++)
-            copy((u32)__cvta_generic_to_shared(xs + row * x_row), p.x + (u64)row * p.x_stride + k0 * 64, x_bytes, x_barrier);
+            copy((u32)__cvta_generic_to_shared(xs + row * x_row), p.x + (u64)row * p.x_stride + k0 * 64, x_bytes,
+                 x_barrier);
     } else {
         asm volatile("griddepcontrol.wait;" ::: "memory");
     }
@@ -267,7 +281,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
 
 #if RANK > 0
     for (int i = a0; i < a1; i++)
-        low_rank(p, i, part, k0, k_count, xs, x_row, slots, p.parts + ((u64)part * (p.strips + p.a_strips) + p.strips + i) * 16 * COLS);
+        low_rank(p, i, k0, k_count, xs, x_row, slots,
+                 p.parts + ((u64)part * (p.strips + p.a_strips) + p.strips + i) * 16 * COLS);
 #endif
 
     float acc[2][NB][4];
@@ -332,7 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
             float4 sums[NB];
             cells(local, sums);
 #pragma unroll
-            for (int j = 0; j < NB; j++) ((float4 *)(p.parts + part * step + (u64)strip * 16 * COLS))[j * 32 + lane] = sums[j];
+            for (int j = 0; j < NB; j++)
+                ((float4 *)(p.parts + part * step + (u64)strip * 16 * COLS))[j * 32 + lane] = sums[j];
         }
         __threadfence();
         __syncthreads();
@@ -367,7 +383,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
                     for (int j = 0; j < NB; j++) {
                         sums[h][j] = make_float4(0.f, 0.f, 0.f, 0.f);
                         for (int q = 0; q < p.k_parts; q++)
-                            sums[h][j] = sums[h][j] + __ldcg((const float4 *)(p.parts + q * step + (u64)strip * 16 * COLS) + j * 32 + lane);
+                            sums[h][j] = sums[h][j] + __ldcg((const float4 *)(p.parts + q * step + (u64)strip * 16 * COLS) +
+                                                             j * 32 + lane);
                     }
 #pragma unroll
                 for (int j = 0; j < NB; j++) {
@@ -404,7 +421,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
 #endif
 #pragma unroll
                 for (int q = 0; q < 4; q++)
-                    if (n < p.n / (PAIRED + 1) && m + q < p.m) p.y[(u64)(m + q) * (p.n / (PAIRED + 1)) + n] = to_bf16(v[q]);
+                    if (n < p.n / (PAIRED + 1) && m + q < p.m)
+                        p.y[(u64)(m + q) * (p.n / (PAIRED + 1)) + n] = to_bf16(v[q]);
             }
         }
     } else if (threadIdx.x == 0)
