@@ -31,7 +31,6 @@ from qerl.quant.nvfp4 import NVFP4
 
 ROWS, INPUTS = 16, 64  # of a tile
 STRIPS = 4  # kernels take 64 rows at a time: N is padded to that
-PRODUCT = 2.0**-7  # code times scale, as the kernels have it, is so much of its true value
 TOP = 8  # log2 of MXFP4's largest scale, after normalisation
 OCTAVES = 30  # between the largest and the smallest scale that a byte can tell
 AT_A_TIME = 1 << 19  # weights that are rearranged: temporaries take some 25 bytes each
