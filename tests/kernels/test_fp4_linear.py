@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qerl.bench.linear import layers
 from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.gpu import fp4_linear as public
-from qerl.kernels.gpu.fp4_skinny import SkinnyPlan, skinny_linear
+from qerl.kernels.gpu.fp4_skinny import SkinnyPlan, room, skinny_linear, skinny_plan
 from qerl.kernels.gpu.fp4_tiled import Plan, dequantize_tiles, tiled_linear
 from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.low_rank import LowRank, low_rank_buffers, low_rank_reference
+from qerl.model.shapes import SHAPES as SHAPE_NAMES
+from qerl.model.shapes import shape_named
 from qerl.quant import mxfp4, nvfp4
 from tests.kernels.devices import DEVICE, judge, normal
 
@@ -97,6 +100,22 @@ def test_the_skinny_kernel(
     for rows in (1, 7, 8, 16):
         plan = SkinnyPlan(k_parts, 132 // k_parts, *cut, blocks=1)
         one.judged(lambda x, plan=plan: skinny_linear(x, one.tiles, one.bias, one.low, False, plan), rows)
+
+
+@pytest.mark.parametrize("name", sorted(SHAPE_NAMES))
+@pytest.mark.parametrize("rank", [0, 16, 128])
+def test_every_public_model_fits_the_skinny_kernel(name: str, rank: int) -> None:
+    for layer, (sizes, inputs) in layers(shape_named(name)).items():
+        strips, k_tiles = -(-sum(sizes) // 64) * 4, -(-inputs // 64)
+        tiles = Tiles(torch.empty(strips, k_tiles, 0), torch.empty(0), torch.empty(0), (sum(sizes), inputs))
+        low = low_rank_buffers(sizes, 1, rank, 1.0, torch.float32, torch.device("cpu")) if rank else None
+        for rows in (1, 8, 16):
+            plan = skinny_plan(tiles, rows, low, layer == "gate_up", 132)
+            a_strips = len(low.a) // 16 if low is not None else 0
+            *_, shared = room(strips, k_tiles, 8 if rows <= 8 else 16, a_strips, layer == "gate_up", plan)
+            assert shared <= 227 << 10
+            assert plan.k_parts * plan.groups <= 132, "all blocks must be resident at once"
+            assert plan.k_parts <= k_tiles
 
 
 @pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)

@@ -10,6 +10,7 @@ from torch import Tensor
 from qerl.kernels.fp4_tiles import Tiles
 from qerl.kernels.gpu.fp4_skinny import skinny_linear, skinny_plan, skinny_serves
 from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, plan_for, tiled_linear
+from qerl.kernels.gpu.launch import processors
 from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.gpu.swiglu import swiglu
 from qerl.kernels.low_rank import LowRank
@@ -34,7 +35,8 @@ def fp4_linear(
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     if rows <= SKINNY_TO and (low is None or low.rank <= 128) and skinny_serves(x.device):
         whole = tiles.shape[0] % 128 == 0
-        y = skinny_linear(x, tiles, bias, low, paired and whole, skinny_plan(tiles, rows, x.device))
+        plan = skinny_plan(tiles, rows, low, paired and whole, processors(x))
+        y = skinny_linear(x, tiles, bias, low, paired and whole, plan)
         return swiglu(y) if paired and not whole else y
     if rows < DENSE_FROM:
         y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))

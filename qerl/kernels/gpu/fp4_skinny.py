@@ -16,6 +16,7 @@ from qerl.kernels.low_rank import LowRank
 
 MOST_ROWS = 16
 SHARED_FOR_X = 96 << 10  # bytes
+SHARED = 226 << 10  # of shared memory that a block may have on Hopper, a little left for the kernel's own
 POINTERS = ("x", "words", "scales", "divisor", "bias", "a", "b", "column", "y", "parts", "counts")
 NUMBERS = (
     "m", "n", "k", "x_stride", "strips", "a_strips", "k_tiles", "k_parts", "groups", "slots", "slots_at", "ring_at",
@@ -51,23 +52,13 @@ def skinny_linear(
     assert rows <= MOST_ROWS, "not for so many rows"
     assert x.stride(-1) == 1, "rows of x must be contiguous"
     assert not paired or (outputs == strips * ROWS and strips % (2 * STRIPS) == 0), "halves must be whole groups of 64"
-    columns = 8 if rows <= 8 else 16
-    cell = 4 * ROWS * columns
     rank, a_strips = (low.rank, len(low.a) // ROWS) if low is not None else (0, 0)
-    # The largest share of a block, and of a warp.
-    k_count = -(-k_tiles // plan.k_parts)
-    halves = 2 if paired else 1
-    count = halves * (-(-(strips + 4 * a_strips) // plan.groups) // halves + 1)
-    span = -(-count * k_count // plan.warps)
-    slots = (span - 1 + max(1, k_tiles // plan.k_parts) - 1) // max(1, k_tiles // plan.k_parts) + 2
-    shared = columns * (k_count * 128 + 16)
-    shared = max(shared, 4 * len(low.a) * columns) if low is not None else shared
-    ring = -(-(shared + plan.warps * slots * cell) // 128) * 128
-    total = ring + plan.warps * plan.stages * (576 * plan.chunk + 8) + 8
+    columns, halves = (8 if rows <= 8 else 16), (2 if paired else 1)
+    slots, slots_at, ring_at, shared = room(strips, k_tiles, columns, a_strips, paired, plan)
     kernel = _kernel(columns // 8, rank, paired, plan, x.device)
-    kernel.reserve_shared(total)
+    kernel.reserve_shared(shared)
     y = x.new_empty(rows, outputs // halves)
-    parts = torch.empty(plan.k_parts * (strips + a_strips) * cell // 4, dtype=torch.float32, device=x.device)
+    parts = x.new_empty(plan.k_parts * (strips + a_strips) * ROWS * columns, dtype=torch.float32)
     counts = zeros(x.device)
 
     def address(tensor: Tensor | None) -> int | None:
@@ -77,9 +68,10 @@ def skinny_linear(
         address(x), address(tiles.words), address(tiles.scales), address(tiles.divisor_N), address(bias),
         address(low.a if low else None), address(low.b if low else None), address(low.column if low else None),
         address(y), address(parts), address(counts), low.scale if low else 0.0,
-        rows, outputs, inputs, x.stride(0), strips, a_strips, k_tiles, plan.k_parts, plan.groups, slots, shared, ring,
+        rows, outputs, inputs, x.stride(0), strips, a_strips, k_tiles, plan.k_parts, plan.groups,
+        slots, slots_at, ring_at,
     )  # fmt: skip
-    kernel.launch(plan.groups * plan.k_parts, 32 * plan.warps, total, arguments)
+    kernel.launch(plan.groups * plan.k_parts, 32 * plan.warps, shared, arguments)
     return y
 
 
@@ -88,20 +80,37 @@ def skinny_serves(device: torch.device) -> bool:
     return compiler_available() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def skinny_plan(tiles: Tiles, rows: int, device: torch.device) -> SkinnyPlan:
+def room(strips: int, k_tiles: int, columns: int, a_strips: int, paired: bool, plan: SkinnyPlan) -> tuple[int, ...]:
+    """Of the largest block: sums that a warp leaves, where they and the rings begin, bytes of shared memory in all."""
+    cell = 4 * ROWS * columns
+    most, least = -(-k_tiles // plan.k_parts), max(1, k_tiles // plan.k_parts)
+    halves = 2 if paired else 1
+    count = halves * (-(-(strips + 4 * a_strips) // plan.groups) // halves + 1)
+    span = -(-count * most // plan.warps)
+    slots = (span + least - 2) // least + 2
+    slots_at = max(columns * (most * 128 + 16), a_strips * cell)  # x, and when it is used up, x A^T
+    ring_at = -(-(slots_at + plan.warps * slots * cell) // 128) * 128
+    return slots, slots_at, ring_at, ring_at + plan.warps * plan.stages * (576 * plan.chunk + 8) + 8
+
+
+def skinny_plan(tiles: Tiles, rows: int, low: LowRank | None, paired: bool, processors: int) -> SkinnyPlan:
     """One block for each multiprocessor; K cut only as far as x must fit, or strips divide more evenly."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     strips, k_tiles = tiles.words.shape[:2]
-    fits = -(-k_tiles * INPUTS * 2 * (8 if rows <= 8 else 16) // SHARED_FOR_X)
-    largest = min(k_tiles, 8)
+    columns, a_strips = (8 if rows <= 8 else 16), (len(low.a) // ROWS if low is not None else 0)
+    fits = -(-k_tiles * INPUTS * 2 * columns // SHARED_FOR_X)
+    largest = max(fits, min(k_tiles, 8))
 
     def longest(parts: int) -> float:  # the longest block's work; a cut costs a little
         return -(-strips // max(1, processors // parts)) * -(-k_tiles // parts) * (1 + 0.03 * parts)
 
-    parts = min(range(min(fits, largest), largest + 1), key=longest)
+    parts = min(range(fits, largest + 1), key=longest)
     groups = max(1, min(strips // 2, processors // parts))
-    warps, stages = (12, 4) if strips < 3 * processors else (16, 2)  # as they came out best on an H200
-    return SkinnyPlan(parts, groups, warps, stages, chunk=4, blocks=1)
+    best = (12, 4, 4) if strips < 3 * processors else (16, 2, 4)  # on an H200
+    for warps, stages, chunk in (best, (16, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1)):
+        plan = SkinnyPlan(parts, groups, warps, stages, chunk, blocks=1)
+        if room(strips, k_tiles, columns, a_strips, paired, plan)[-1] <= SHARED:
+            return plan
+    raise ValueError(f"A weight of {tiles.shape[0]} x {tiles.shape[1]} does not fit the kernel for few rows.")
 
 
 @cache
