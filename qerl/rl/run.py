@@ -1,7 +1,7 @@
 """A run from its configuration: everything checked and built before step 1, trained, and told about at the end."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +34,8 @@ from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
 from qerl.tasks.grader import Grader
 from qerl.tasks.programs import program_rows, runs_programs
-from qerl.tasks.rewards import RewardFunction, Rewards, import_reward, reward_name
-from qerl.tasks.shipped import shipped_reward
+from qerl.tasks.rewards import RewardFunction, Rewards, reward_name
+from qerl.tasks.shipped import reward_named
 from qerl.tasks.task import FROM_PYTHON, task_named
 from qerl.tasks.workers import Workers
 
@@ -218,7 +218,10 @@ def _task(
     own = {reward_name(function): function for function in task.rewards} if task else {}
     if not functions and not own:
         raise ValueError(f"The task {config.task} brings no rewards: name some in reward_funcs.")
-    found = [_reward(f, own, config) if isinstance(f, str) else f for f in functions or own.values()]
+    found = [
+        reward_named(f, own, config.max_completion_length, config.reward_timeout) if isinstance(f, str) else f
+        for f in functions or own.values()
+    ]
     graders = [function for function in found if isinstance(function, Grader)]
     rewards = Rewards(found, config.reward_weights, None, config.reward_timeout)
     rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
@@ -236,12 +239,6 @@ def _task(
     if graders:  # started last, when nothing of the above is refused
         rewards.workers = Workers(config.reward_workers, config.reward_memory_mb, graders)
     return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]
-
-
-def _reward(name: str, own: Mapping[str, RewardFunction | Grader], config: Config) -> RewardFunction | Grader:
-    """A reward by its name: the task's own, a shipped one, or an import path."""
-    shipped = shipped_reward(name, config.max_completion_length)
-    return own.get(name) or shipped or import_reward(name, config.reward_timeout)
 
 
 def _short_enough(

@@ -197,6 +197,17 @@ def test_a_recipe_names_your_graders_in_the_folder_where_the_command_runs(tmp_pa
     assert line["rewards/long/mean"] > 0
     assert line["rewards/hangs/mean"] == 0
     assert line["grading/timeout"] == 4
+    assert "the grader hangs failed on 4 of 4 samples, which score 0. The first (timeout): no score" in done.stderr
+
+
+def test_a_grader_that_always_raises_stops_the_run_at_its_first_samples(tmp_path: Path) -> None:
+    small = ("prompts_per_step=2", "num_generations=2", "max_completion_length=4")
+    for number, eval_size in enumerate(("eval_size=0", "eval_size=2")):
+        job = tiny_job(tmp_path / str(number), *small, eval_size, "reward_funcs=['tests.tasks.graders:raises']")
+        with pytest.raises(
+            ValueError, match=r"raises failed on all of the first \d samples: KeyError: 'no'\s+\S+graders.py"
+        ):
+            qerl.train(job)
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -263,7 +274,7 @@ def test_a_reward_function_that_fails_costs_no_finished_step(tmp_path: Path) -> 
             raise RuntimeError("the judge is gone")
         return [float(i % 2) for i in range(len(completions))]
 
-    with pytest.raises(RuntimeError, match="the judge is gone"):
+    with pytest.raises(ValueError, match="accuracy raised RuntimeError: the judge is gone"):
         qerl.train(tiny_job(tmp_path / "run", "max_steps=4", "eval_size=0"), reward_funcs=accuracy)
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
 
