@@ -27,7 +27,7 @@ from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import optimizer_bytes, preflight
-from qerl.rl.push import require_login, upload
+from qerl.rl.push import require_login, require_repo_id, upload
 from qerl.rl.schedule import layer_sigmas
 from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
@@ -111,6 +111,7 @@ def build(
 
         require_installed(config.report_to)
     if config.push_to_hub:
+        require_repo_id(config.hub_model_id or config.output_dir.name)
         require_login()
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
     try:
@@ -184,7 +185,7 @@ def _share(config: Config, plots: list[Path], display: Display) -> str | None:
     if config.base == "full":
         return None
     output = Path(config.output_dir)
-    folder = share_run(output, plots)
+    folder = share_run(output, plots, checkpoint.checkpoints(output / CHECKPOINTS)[-1])
     if not config.push_to_hub:
         return None
     try:
