@@ -35,6 +35,8 @@ def sweep(
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
         raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")
+    if not recipes and any(word.startswith(("model=", "task=")) for word in words):
+        raise ValueError("Without a recipe a sweep is of the default job. For another model or task name a recipe.")
     grid = make_grid(Path(recipes[0]) if recipes else default_recipe(), [word for word in words if "=" in word])
     runs = len(grid.points)
     say(f"{runs} runs in {grid.folder}, over {', '.join(grid.varied) or 'seeds alone'}:")

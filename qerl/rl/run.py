@@ -17,7 +17,7 @@ from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
-from qerl.recipe import build_config, load_config
+from qerl.recipe import build_config, default_recipe, load_config
 from qerl.records import Sampling
 from qerl.report import plot_run
 from qerl.rl import checkpoint
@@ -81,7 +81,8 @@ def train(
     `prompt`.
     """
     if not isinstance(config, Config):
-        config = build_config(config) if isinstance(config, dict) else load_config(Path(config) if config else None)
+        recipe = Path(config) if isinstance(config, str | Path) else default_recipe() if train_dataset is None else None
+        config = build_config(config) if isinstance(config, dict) else load_config(recipe)
     output, started = Path(config.output_dir), time.monotonic()
     with claimed(output, resume):
         trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
