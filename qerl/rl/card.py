@@ -20,6 +20,7 @@ from qerl.model.adapter import CONFIG as ADAPTER_CONFIG
 from qerl.model.adapter import read_settings
 from qerl.recipe import load_config, settings
 from qerl.rl.checkpoint import ADAPTER, STATE, checkpoints
+from qerl.rl.display import counted
 from qerl.rl.folder import CHECKPOINTS, CONFIG, METRICS
 from qerl.tasks.source import SUFFIXES
 
@@ -89,7 +90,7 @@ def run_card(config: Config, state: dict[str, Any], lines: list[dict[str, Any]],
             f"# {config.output_dir.name}",
             f"A LoRA adapter for {link(config.model)}, trained by reinforcement learning ({config.loss_type}) on "
             f"`{task}` with qerl {qerl.__version__}, which follows [QeRL](https://arxiv.org/abs/2510.11696): "
-            f"{state['step']} step{'s' * (state['step'] != 1)}, {sampled:,} tokens. {frozen(config.base)}",
+            f"{counted(state['step'], 'step')}, {sampled:,} tokens. {frozen(config.base)}",
             "## Evaluation",
             evaluation(state["before"], state["after"] if state["evaluated"] == state["step"] else {}),
             "## Curves",

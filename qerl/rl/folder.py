@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,11 +28,6 @@ MAY_CHANGE = {
 def claimed(output: Path, resume: bool) -> Iterator[None]:
     """Inside, the folder is this process's own. Refused are a run that would be overwritten, none to resume, a folder
     that can't be written, and a second process."""
-    metrics = output / METRICS
-    steps = [line["step"] for line in read_metrics(metrics)] if metrics.exists() else []
-    used = max(steps, default=0) > 0 or (output / CHECKPOINTS).exists()  # what failed before a first step is no run
-    if used and not resume:
-        raise ValueError(f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER.")
     if resume and not (output / CONFIG).exists():
         raise ValueError(f"{output} holds no run to resume. Drop --resume, or name the run's output_dir.")
     with writable(output):
@@ -42,11 +38,24 @@ def claimed(output: Path, resume: bool) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"Another process is at work in {output}. Wait for it, or name another.") from error
+        with writable(output), tempfile.TemporaryFile(dir=output):
+            pass  # a folder that is there may still be read-only
+        if not resume and _used(output):
+            raise ValueError(
+                f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER."
+            )
         yield
     finally:
         os.close(lock)
         with suppress(OSError):
             output.rmdir()  # refused before anything was written
+
+
+def _used(output: Path) -> bool:
+    """Whether there is a run; what failed before a first step is none."""
+    metrics = output / METRICS
+    steps = [line["step"] for line in read_metrics(metrics)] if metrics.exists() else []
+    return max(steps, default=0) > 0 or (output / CHECKPOINTS).exists()
 
 
 def cut_back(output: Path, step: int) -> None:

@@ -134,6 +134,12 @@ def _trainer(
     output = Path(config.output_dir)
     total = total_steps(config, len(rows))
     display = Display(total)
+    saved = checkpoint.newest_whole(output / CHECKPOINTS, display.warn) if resume else None
+    if saved is None:
+        checkpoint.require_some(output / CHECKPOINTS)
+    done = 0 if saved is None else int(saved.name.removeprefix("step-"))
+    if saved is not None:
+        display.say(f"Going on after step {done} of {total}.")
     display.say(f"Loading {config.model} as {config.base} ...")
     model, tokenizer, ends = _load(config)
     layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
@@ -141,8 +147,7 @@ def _trainer(
     eval_rows = _short_enough(eval_rows, tokenizer, config, display)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
     updater = Updater(config, model, optimizer)
-    trial = preflight(config, updater)
-    saved = checkpoint.newest_whole(output / CHECKPOINTS, display.warn) if resume else None
+    trial = preflight(config, updater, display.say) if done < total else {}
     state = RunState(rows=len(rows), rewards=rewards.names)
     if saved is not None:
         state = checkpoint.restore(saved, model, optimizer)

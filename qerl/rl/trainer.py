@@ -20,7 +20,7 @@ from qerl.rl import checkpoint
 from qerl.rl.batch import TrainSample
 from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
-from qerl.rl.display import Display
+from qerl.rl.display import Display, counted
 from qerl.rl.evaluate import evaluate
 from qerl.rl.folder import CHECKPOINTS, COMPLETIONS
 from qerl.rl.guard import CollapseWatch, Interrupts
@@ -186,7 +186,8 @@ class Trainer:
                 self.display.warn(warning)
         elif step == 1 or step % 10 == 0:
             self.display.warn(
-                f"Step {step}: in none of {len(rollout.drawn)} groups do the rewards vary, so nothing was learnt. "
+                f"Step {step}: in none of {counted(len(rollout.drawn), 'group')} (drawn in "
+                f"{counted(rollout.waves, 'wave')}) do the rewards vary, so nothing was learnt. "
                 "Are the problems too hard or too easy, or is the reward constant? Look at completions/."
             )
         seconds = time.monotonic() - started

@@ -313,7 +313,7 @@ def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path, capsy
     assert qerl.train(tiny_job(tmp_path / "run", *options), reward_funcs=accuracy).steps == 7
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert ["entropy" in line for line in lines] == [False] * 6 + [True]
-    assert "in none of 4 groups do the rewards vary" in " ".join(capsys.readouterr().err.split())
+    assert "in none of 4 groups (drawn in 1 wave) do the rewards vary" in " ".join(capsys.readouterr().err.split())
 
 
 def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
