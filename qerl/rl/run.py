@@ -12,7 +12,8 @@ from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
 from qerl.metrics import Listener, Metrics, last_step
-from qerl.model.adapter import add_lora, load_adapter, trained_parameters
+from qerl.model.adapter import add_lora, load_adapter, read_settings, trained_parameters
+from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
@@ -105,6 +106,7 @@ def build(
     resume: bool = False,
 ) -> Trainer:
     """Everything checked, loaded and tried; what is left is the loop."""
+    config = _with_adapter(config)
     if resume:
         require_same(config, Path(config.output_dir))
     if config.report_to:
@@ -144,6 +146,8 @@ def _trainer(
     model, tokenizer, ends = _load(config)
     layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
     source = PromptSource(rows, tokenizer, config.seed, config.max_prompt_length)
+    if config.eval_size and not eval_rows:
+        display.say("There are no held-out rows, so nothing is evaluated (in Python, eval_dataset brings some).")
     eval_rows = _short_enough(eval_rows, tokenizer, config, display)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
     updater = Updater(config, model, optimizer)
@@ -254,8 +258,30 @@ def _short_enough(
     """Held-out rows that training would take too."""
     kept = [row for row in rows if 0 < len(encode(tokenizer, row["prompt"])) <= config.max_prompt_length]
     if len(kept) < len(rows):
-        display.warn(f"{len(rows) - len(kept)} held-out prompts are longer than max_prompt_length; they are left out.")
+        dropped = len(rows) - len(kept)
+        display.warn(f"{dropped} of the held-out prompts are empty or longer than max_prompt_length: left out.")
     return kept
+
+
+def _with_adapter(config: Config) -> Config:
+    """The settings with those of init_adapter in them; others that were given are refused."""
+    if config.init_adapter is None:
+        return config
+    found = read_settings(config.init_adapter)
+    targets = "all-linear" if set(found.target_modules) == set(PROJECTIONS) else found.target_modules
+    own = {
+        "lora_r": found.r,
+        "lora_alpha": float(found.lora_alpha),
+        "lora_target_modules": targets,
+        "train_norms": found.train_norms,
+    }
+    for key, value in own.items():
+        given = getattr(config, key)
+        if key in config.model_fields_set and given != value:
+            raise ValueError(
+                f"{key}={given} is not that of init_adapter, which a run goes on with. Drop it, or write {key}={value}."
+            )
+    return config.model_copy(update=own)
 
 
 def _load(config: Config) -> tuple[Decoder, Any, tuple[int, ...]]:

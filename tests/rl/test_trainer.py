@@ -327,6 +327,7 @@ def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
         (good, [{"question": "x"}], "eval_dataset needs a `prompt` column"),
         ([{"prompt": None}], None, "A prompt is a string or a list of messages"),
         ([], None, "no rows"),
+        ([{"prompt": ""}], None, "all are empty or longer"),
     ):
         with pytest.raises(ValueError, match=message):
             qerl.train(config, reward_funcs=mine, train_dataset=train, eval_dataset=held_out)
@@ -399,6 +400,11 @@ def test_trls_own_reward_functions_and_a_dataset_run_unmodified(
 def test_a_run_can_start_from_an_adapter_which_is_then_its_reference(tmp_path: Path) -> None:
     first = qerl.train(tiny_job(tmp_path / "a", "max_steps=2", "eval_size=0"))
     words = (f"init_adapter={first.checkpoint / 'adapter'}", "beta=0.1", "eval_size=0")
+    with pytest.raises(ValueError, match="write lora_r=16"):
+        build(tiny_job(tmp_path / "b", *words, "lora_r=4"))
+    plain = ("max_prompt_length=16", "max_completion_length=64", f"output_dir={tmp_path / 'c'}")
+    kept = build(load_config(None, [*plain, *words])).config
+    assert (kept.lora_r, kept.lora_alpha, kept.lora_target_modules) == (16, 32.0, "all-linear")
     trainer = build(tiny_job(tmp_path / "b", *words))
     trainer.draw_noise(1)
     samples = train_samples(trainer.config, trainer.roll_out(1).drawn)
