@@ -51,13 +51,6 @@ def claimed(output: Path, resume: bool) -> Iterator[None]:
             output.rmdir()  # refused before anything was written
 
 
-def _used(output: Path) -> bool:
-    """Whether there is a run; what failed before a first step is none."""
-    metrics = output / METRICS
-    steps = [line["step"] for line in read_metrics(metrics)] if metrics.exists() else []
-    return max(steps, default=0) > 0 or (output / CHECKPOINTS).exists()
-
-
 def cut_back(output: Path, step: int) -> None:
     """Drop what was written after this step."""
     path = output / METRICS
@@ -96,3 +89,10 @@ def require_same(config: Config, output: Path) -> None:
             f"A resumed run goes on with its own settings; {', '.join(odd)} would make it another run. Start a new one "
             "in another output_dir."
         )
+
+
+def _used(output: Path) -> bool:
+    """Whether there is a run; what failed before a first step is none."""
+    metrics = output / METRICS
+    steps = [line["step"] for line in read_metrics(metrics)] if metrics.exists() else []
+    return max(steps, default=0) > 0 or (output / CHECKPOINTS).exists()
