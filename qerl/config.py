@@ -1,7 +1,8 @@
 """Every setting of qerl, typed, checked when built, each with its help and unit. (Recipes: `qerl.recipe`.)"""
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -21,8 +22,25 @@ def setting(default: Any, help: str, unit: str, **limits: Any) -> Any:
     return Field(default, description=help, json_schema_extra={"unit": unit}, **limits)
 
 
+def _only_a_list(annotation: Any) -> bool:
+    """Whether a setting takes a list and, none aside, nothing else."""
+    kinds = (annotation,) if get_origin(annotation) is tuple else get_args(annotation)
+    return {get_origin(kind) for kind in kinds if kind is not NoneType} == {tuple}
+
+
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _one_value_is_a_list_of_one(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            return value
+        if not _only_a_list(cls.model_fields[info.field_name or ""].annotation):
+            return value
+        if isinstance(value, str) and "," in value and info.field_name != "ignore":  # of patterns
+            raise ValueError(f"{value!r} is one value. A list is written in brackets: [{value}].")
+        return (value,)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -74,11 +92,6 @@ class QuantizeConfig(Section):
         elif self.calibration.file is not None:
             raise ValueError(f"calibration.file is for awq and gptq; method {self.method} reads no text. Drop it.")
         return self
-
-    @field_validator("ignore", mode="before")
-    @classmethod
-    def _one_pattern_is_a_list_of_one(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 class NoiseConfig(Section):
@@ -136,7 +149,7 @@ class CodeConfig(Section):
     """Rewards that run programs."""
 
     unsafe: bool = setting(
-        False, "Run them where the system offers no isolation, with limits only. Read docs/sandbox.md.", "true/false"
+        False, "Run programs where the system has no isolation, with limits only. Read docs/sandbox.md.", "true/false"
     )
 
 
@@ -268,7 +281,7 @@ class Config(Section):
     @field_validator("report_to", mode="before")
     @classmethod
     def _trackers(cls, value: Any) -> Any:
-        named = [value] if isinstance(value, str) else value
+        named = [value] if value in ("none", "") else value
         return [name for name in named if name not in ("none", "")] if isinstance(named, list | tuple) else named
 
     @field_validator("scale_rewards", mode="before")

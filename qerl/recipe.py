@@ -48,6 +48,21 @@ def default_recipe() -> Path:
     return Path(__file__).parent / "tiny" / "recipe.yaml"
 
 
+def training_recipe(recipe: Path | None, overrides: Iterable[str]) -> tuple[Path | None, str]:
+    """The recipe that a training starts from, and a line about it. Without one the default job's, but only for its own
+    model and task: its learning rate and lengths suit no other."""
+    if recipe is not None:
+        if {key.partition(".")[0] for key in _read_recipe(recipe)} == {"quantize"}:
+            raise ConfigError(
+                f"{recipe} has only settings of quantize: it is a recipe for qerl quantize, not for training."
+            )
+        return recipe, f"Recipe: {recipe}."
+    given, default = load_config(None, overrides), Config()
+    if (given.model, given.task) == (default.model, default.task):
+        return default_recipe(), "No recipe: the default job's, for the tiny model on sums (qerl/tiny/recipe.yaml)."
+    return None, "No recipe: every setting that is not given has its default (qerl config lists them)."
+
+
 def build_config(values: dict[str, Any]) -> Config:
     """A checked Config from nested values; keys may be dotted."""
     nested: dict[str, Any] = {}

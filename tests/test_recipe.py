@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from qerl.config import Config, ConfigError
-from qerl.recipe import load_config
+from qerl.recipe import default_recipe, load_config, training_recipe
 
 
 def test_recipe_then_overrides(tmp_path: Path) -> None:
@@ -19,6 +19,11 @@ def test_recipe_then_overrides(tmp_path: Path) -> None:
 def test_a_single_pattern_may_stand_without_a_list() -> None:
     assert load_config(None, ["quantize.ignore=*.layers.0.*"]).quantize.ignore == ("*.layers.0.*",)
     assert load_config(None, ["quantize.ignore=[a, b]"]).quantize.ignore == ("a", "b")
+    assert load_config(None, ["quantize.ignore=re:a{1,2}"]).quantize.ignore == ("re:a{1,2}",)
+    config = load_config(None, ["reward_funcs=gsm8k_accuracy", "reward_weights=2", "arithmetic.levels=3"])
+    assert (config.reward_funcs, config.reward_weights, config.arithmetic.levels) == (("gsm8k_accuracy",), (2.0,), (3,))
+    config = load_config(None, ["lora_target_modules=q_proj", "noise.target_entropy=1", "noise.profile=linear"])
+    assert (config.lora_target_modules, config.noise.target_entropy, config.noise.profile) == ("q_proj", 1.0, "linear")
 
 
 def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
@@ -50,6 +55,8 @@ def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
         ("use_vllm=true", "qerl samples with its own engine"),
         ("temperature=0", "greater than 0"),
         ("noise.num_stages=1", "greater than or equal to 2"),
+        ("report_to=wandb,tensorboard", "A list is written in brackets: [wandb,tensorboard]."),
+        ("reward_funcs=true", "reward_funcs = True is not usable"),
     ],
 )
 def test_errors_name_the_key_and_the_remedy(override: str, hint: str) -> None:
@@ -80,3 +87,15 @@ def test_trackers_as_trl_users_write_them() -> None:
         assert load_config(None, [f"report_to={nothing}"]).report_to == ()
     with pytest.raises(ConfigError, match="'tensorboard', 'wandb' or 'trackio'"):
         load_config(None, ["report_to=neptune"])
+
+
+def test_the_default_jobs_settings_are_for_its_model_and_task_alone(tmp_path: Path) -> None:
+    assert training_recipe(None, ["max_steps=2"])[0] == training_recipe(None, ["model=tiny"])[0] == default_recipe()
+    for word in ("model=Qwen/Qwen3-4B", "task=gsm8k"):
+        assert training_recipe(None, [word])[0] is None
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("quantize.method: awq\n")
+    with pytest.raises(ConfigError, match="a recipe for qerl quantize, not for training"):
+        training_recipe(recipe, [])
+    recipe.write_text("quantize:\n  method: rtn\nmodel: tiny\n")
+    assert training_recipe(recipe, [])[0] == recipe

@@ -99,7 +99,8 @@ def evaluate(
             ) from error
         results = evaluation.results()
     for reason, count in evaluation.failures.items():
-        say(f"{count} samples count as wrong because their grader ended in {reason}.")
+        first = evaluation.first_failure[reason]
+        say(f"{count} samples count as wrong because their grader ended in {reason}. The first: {first}")
     for name, one in results["tasks"].items():
         if one["refused"]:
             say(f"{name}: {one['refused']} prompts do not fit the model's context and count as wrong.")

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from qerl.cli.words import split_words
 from qerl.console import finish, say, screen
-from qerl.recipe import default_recipe, load_config
+from qerl.recipe import load_config, training_recipe
 
 PARTS = {
     "weights": "weights that forwards read",
@@ -37,7 +37,9 @@ def plan(
     from qerl.rl.plan import GB, make_plan
 
     recipe, overrides = split_words(words)
-    config = load_config(recipe or default_recipe(), overrides)
+    recipe, about = training_recipe(recipe, overrides)
+    say(about)
+    config = load_config(recipe, overrides)
     found = make_plan(config, gpu)
     memory, room = found.memory, int(gpu * GB)
 

@@ -33,6 +33,8 @@ def sweep(
     from qerl.sweep.sweep import DONE, run_sweep
 
     recipe, settings = split_words(words)
+    if recipe is None and any(word.startswith(("model=", "task=")) for word in settings):
+        raise ValueError("Without a recipe a sweep is of the default job. For another model or task name a recipe.")
     grid = make_grid(recipe or default_recipe(), settings)
     runs = len(grid.points)
     say(f"{runs} runs in {grid.folder}, over {', '.join(grid.varied) or 'seeds alone'}:")

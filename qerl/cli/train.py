@@ -9,15 +9,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from qerl.cli.words import Overrides, Recipe, split_words
-from qerl.console import finish, screen
-from qerl.recipe import default_recipe, load_config, settings
+from qerl.console import finish, say, screen
+from qerl.recipe import load_config, settings, training_recipe
 
 
 def train(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A recipe (YAML), then settings as key=value. Without a recipe: the tiny model on sums, on a CPU.",
+            help="A recipe (YAML), then settings as key=value. Without either: the tiny model on sums, on a CPU.",
             metavar="[RECIPE] [KEY=VALUE]...",
             show_default=False,
         ),
@@ -31,9 +31,12 @@ def train(
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a script does not look for your reward functions where it is called
     recipe, overrides = split_words(words)
-    config = load_config(recipe or default_recipe(), overrides)
+    recipe, about = training_recipe(recipe, overrides)
+    config = load_config(recipe, overrides)
     if resume:
         config = resumed_config(config.output_dir, overrides)
+    else:
+        say(about)
     finish(run(config, resume=resume).summary())
 
 

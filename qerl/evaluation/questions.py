@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from qerl.evaluation.answers import PROGRAM_GRADERS
 from qerl.evaluation.job import Job
 from qerl.tasks.programs import program_rows, runs_programs
-from qerl.tasks.rewards import Rewards, import_reward, reward_name
-from qerl.tasks.shipped import Reward, shipped_reward
+from qerl.tasks.rewards import Rewards, reward_name
+from qerl.tasks.shipped import Reward, reward_named
 from qerl.tasks.source import SUFFIXES, Row
 from qerl.tasks.task import Task, load_task
 
@@ -46,7 +46,7 @@ def load_questions(job: Job, name: str) -> Questions:
 
 def _reward(job: Job, name: str, task: Task) -> Reward:
     if job.reward is not None:
-        return shipped_reward(job.reward, job.max_tokens) or import_reward(job.reward)
+        return reward_named(job.reward, {}, job.max_tokens)
     if not task.rewards:
         raise ValueError(f"The task {name} brings no reward: name one with --reward, such as --reward math_accuracy.")
     names = Rewards(task.rewards)

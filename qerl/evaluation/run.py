@@ -58,6 +58,7 @@ class Evaluation:
         self.questions = [load_questions(job, task) for task in job.tasks]
         self.settings, self.folder = job.settings(), job.folder()
         self.failures: Counter[str] = Counter()  # samples that graders failed on, by reason
+        self.first_failure: dict[str, str] = {}  # what happened to the first of each
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -172,6 +173,8 @@ class Evaluation:
         texts, ids = [one.text for one in batch], [one.token_ids for one in batch]
         scores = rewards.score(rows, texts, ids, STATE, [_key(one) for one in batch] if begun else None)
         self.failures.update(scores.failures)
+        for failed in (one for samples in scores.failed.values() for one in samples):
+            self.first_failure.setdefault(str(failed.reason), failed.detail)
         (values,) = scores.values
         name = reward_name(questions.reward)
         return [

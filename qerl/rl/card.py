@@ -1,6 +1,7 @@
 """The folder that a trained adapter is shared as: PEFT's files, the curves, and a model card that says how it was made.
 
-RUN/adapter/   adapter_config.json, adapter_model.safetensors, README.md, plots/
+RUN/adapter/               adapter_config.json, adapter_model.safetensors, README.md, plots/
+RUN/adapter-step-000050/   the same of an older checkpoint, where that was asked for
 """
 
 import json
@@ -18,11 +19,13 @@ from qerl.metrics import read_metrics
 from qerl.model.adapter import CONFIG as ADAPTER_CONFIG
 from qerl.model.adapter import read_settings
 from qerl.recipe import load_config, settings
-from qerl.rl.checkpoint import ADAPTER, STATE, find_checkpoint
-from qerl.rl.folder import CONFIG, METRICS
+from qerl.rl.checkpoint import ADAPTER, STATE, checkpoints
+from qerl.rl.display import counted
+from qerl.rl.folder import CHECKPOINTS, CONFIG, METRICS
 from qerl.tasks.source import SUFFIXES
 
 CARD, PLOTS = "README.md", "plots"
+REPOSITORY = "THIS_REPOSITORY"  # in a card, until it is known where it goes
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # Of the machine or of the person, not of the recipe.
 PRIVATE = {
@@ -31,14 +34,14 @@ PRIVATE = {
 }
 
 
-def share_run(run: Path, plots: list[Path], checkpoint: Path | None = None) -> Path:
-    """Write RUN/adapter from a checkpoint (the newest whole one), the run's metrics and its plots; returns it. It is
-    replaced as a whole."""
-    checkpoint = find_checkpoint(checkpoint or run)
+def share_run(run: Path, plots: list[Path], checkpoint: Path, into: Path | None = None) -> Path:
+    """Write RUN/adapter from the newest checkpoint, or RUN/adapter-step-N from an older one, with the run's metrics and
+    plots; returns it. It is replaced as a whole. into: a folder for it in place of the run's."""
     if not (checkpoint / ADAPTER / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{checkpoint} holds no adapter (full training?); only adapters are shared.")
-    config = load_config(run / CONFIG)
-    target, partial = run / ADAPTER, run / f".{ADAPTER}.partial"
+    config, into = load_config(run / CONFIG), into or run
+    newest = checkpoint.name == checkpoints(run / CHECKPOINTS)[-1].name
+    target, partial = into / (ADAPTER if newest else f"{ADAPTER}-{checkpoint.name}"), into / f".{ADAPTER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(checkpoint / ADAPTER, partial)
     name_base(partial, config.model)
@@ -48,7 +51,7 @@ def share_run(run: Path, plots: list[Path], checkpoint: Path | None = None) -> P
     state = json.loads((checkpoint / STATE).read_text())["run"]
     lines = [line for line in read_metrics(run / METRICS) if line["step"] <= state["step"]]
     (partial / CARD).write_text(run_card(config, state, lines, [path.name for path in plots]), encoding="utf-8")
-    old = run / f".{ADAPTER}.old"
+    old = into / f".{ADAPTER}.old"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         os.replace(target, old)
@@ -87,16 +90,15 @@ def run_card(config: Config, state: dict[str, Any], lines: list[dict[str, Any]],
             f"# {config.output_dir.name}",
             f"A LoRA adapter for {link(config.model)}, trained by reinforcement learning ({config.loss_type}) on "
             f"`{task}` with qerl {qerl.__version__}, which follows [QeRL](https://arxiv.org/abs/2510.11696): "
-            f"{state['step']} steps, {sampled:,} tokens. While it was trained the base's weights were frozen as "
-            f"{config.base}.",
+            f"{counted(state['step'], 'step')}, {sampled:,} tokens. {frozen(config.base)}",
             "## Evaluation",
-            evaluation(state["before"], state["after"]),
+            evaluation(state["before"], state["after"] if state["evaluated"] == state["step"] else {}),
             "## Curves",
             "\n".join(f"![{Path(name).stem}]({PLOTS}/{name})" for name in plots) or "None.",
             "## Recipe",
             f"What differs from qerl's defaults:\n\n```yaml\n{yaml.safe_dump(plain, sort_keys=False)}```",
             "## Use",
-            use(base),
+            use(config.model),
         )
     )
 
@@ -110,7 +112,7 @@ def adapter_card(folder: Path, model: str) -> str:
             f"# {folder.resolve().name}",
             f"A LoRA adapter for {link(model)}: rank {lora.r}, alpha {lora.lora_alpha:g}.",
             "## Use",
-            use(base_name(model)),
+            use(model),
         )
     )
 
@@ -123,22 +125,33 @@ def front_matter(model: str, tags: list[str]) -> str:
 
 
 def link(model: str) -> str:
-    return f"[{model}](https://huggingface.co/{model})" if is_hub_id(model) else f"`{base_name(model)}`"
+    if is_hub_id(model):
+        return f"[{model}](https://huggingface.co/{model})"
+    return f"`{base_name(model)}` ({'the model shipped with qerl' if model == 'tiny' else 'a local folder'})"
+
+
+def frozen(base: str) -> str:
+    """What the adapter was trained on, and what that means for its use."""
+    plain = f"While it was trained the base's weights were frozen as {base}."
+    if base == "bf16":
+        return plain
+    return f"{plain} On the base in 16 bits, as below, it is a slightly different model: see qerl's docs/export.md."
 
 
 def evaluation(before: dict[str, float], after: dict[str, float]) -> str:
     rows = [f"| {key.removeprefix('eval_')} | {before[key]:.4g} | {after[key]:.4g} |" for key in after if key in before]
     if not rows:
-        return "None was made."
+        return "None was made of this step."
     return "\n".join(("Held-out prompts, continued greedily:\n", "| | before | after |", "|---|---|---|", *rows))
 
 
-def use(base: str) -> str:
+def use(model: str) -> str:
+    local = "" if is_hub_id(model) else "  # a local folder: write its path"
     return f"""```python
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-base = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(base, "THIS_REPOSITORY")
+base = AutoModelForCausalLM.from_pretrained("{base_name(model)}"){local}
+model = PeftModel.from_pretrained(base, "{REPOSITORY}")
 ```
 """

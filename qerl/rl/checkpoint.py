@@ -127,9 +127,18 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
         aside = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-        before = "the one before is taken" if checkpoints(folder) else "there is none before it: the run starts over"
+        before = "the one before is taken" if checkpoints(folder) else "none is left"
         say(f"The checkpoint {path} is damaged ({problem}); it was put aside as {aside.name}, {before}.")
     return None
+
+
+def require_some(folder: Path) -> None:
+    """Refuse to start a run over because all of its checkpoints are damaged: that would drop what it has written."""
+    if any(folder.glob("damaged-*")):
+        raise ValueError(
+            f"No whole checkpoint is left in {folder}. Start a new run in another output_dir; or delete that folder, "
+            "and --resume starts this one over."
+        )
 
 
 def restore(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> RunState:

@@ -45,7 +45,8 @@ class PromptSource:
                 passed += 1
                 if passed >= len(self.rows):
                     raise ValueError(
-                        f"No prompt of the data has at most {self.max_prompt_length} tokens. Raise max_prompt_length."
+                        f"No prompt of the data has 1 to {self.max_prompt_length} tokens: all are empty or longer. "
+                        "Look at the column `prompt`, or raise max_prompt_length."
                     )
             self.position += 1
         return drawn

@@ -79,18 +79,23 @@ def plan(config: Config, total_steps: int, rows: int, trained: int, blocks: int,
         f"{noise.schedule} noise, {noise.num_stages} stages, sigma {noise.sigma_start:g} to {noise.sigma_end:g}",
     )
     peak = f", peak {trial['peak_gb']:.2f} GB" if "peak_gb" in trial else ""
-    prompts, tokens = config.prompts_per_step, config.max_completion_length
+    prompts, tokens = counted(config.prompts_per_step, "prompt"), config.max_completion_length
     each = completions // config.steps_per_generation
+    tried = f" Tried {trial['tokens']:.0f} tokens at once: {trial['seconds']:.1f} s{peak}." if trial else ""
     return "\n".join(
         (
-            f"Plan: {total_steps} steps on {rows} prompts; {config.model} as {config.base}, {trained:,} weights train.",
-            f"  A step samples {prompts} prompts x {config.num_generations} = {completions} completions of up to "
-            f"{tokens} tokens, then makes {updates} update{'s' if updates > 1 else ''}{epochs} of {each} completions.",
+            f"Plan: {counted(total_steps, 'step')} on {counted(rows, 'prompt')}; {config.model} as {config.base}, "
+            f"{trained:,} weights train.",
+            f"  A step samples {prompts} x {config.num_generations} = {completions} completions of up to "
+            f"{tokens} tokens, then makes {counted(updates, 'update')}{epochs} of {each} completions.",
             f"  Loss {config.loss_type}, {noisy}; learning rate {config.learning_rate:g} ({config.lr_scheduler_type}).",
-            f"  Cache of {blocks} blocks. Largest micro-batch tried: {trial['tokens']:.0f} tokens in "
-            f"{trial['seconds']:.1f} s{peak}.",
+            f"  Cache of {counted(blocks, 'block')}.{tried}",
         )
     )
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def final_table(before: dict[str, float], after: dict[str, float]) -> Table:

@@ -1,5 +1,6 @@
 """The folder of a run: claimed by one process, its settings, and its files cut back to where a run resumes."""
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,17 +27,18 @@ MAY_CHANGE = {
 def claimed(output: Path, resume: bool) -> Iterator[None]:
     """Inside, the folder is this process's own. Refused are a run that would be overwritten, none to resume, a folder
     that can't be written, and a second process."""
-    metrics = output / METRICS
-    steps = [line["step"] for line in read_metrics(metrics)] if metrics.exists() else []
-    used = max(steps, default=0) > 0 or (output / CHECKPOINTS).exists()  # what failed before a first step is no run
-    if used and not resume:
-        raise ValueError(f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER.")
     if resume and not (output / CONFIG).exists():
         raise ValueError(f"{output} holds no run to resume. Drop --resume, or name the run's output_dir.")
     with writable(output):
         output.mkdir(parents=True, exist_ok=True)
     try:
         with locked(output, f"Another process is at work in {output}. Wait for it, or name another."):
+            with writable(output), tempfile.TemporaryFile(dir=output):
+                pass  # a folder that is there may still be read-only
+            if not resume and _used(output):
+                raise ValueError(
+                    f"{output} holds a run already. Go on with it (--resume), or name another output_dir=FOLDER."
+                )
             yield
     finally:
         with suppress(OSError):
@@ -86,3 +88,10 @@ def require_same(config: Config, output: Path) -> None:
             f"A resumed run goes on with its own settings; {', '.join(odd)} would make it another run. Start a new one "
             "in another output_dir."
         )
+
+
+def _used(output: Path) -> bool:
+    """Whether there is a run; what failed before a first step is none."""
+    metrics = output / METRICS
+    steps = [line["step"] for line in read_metrics(metrics)] if metrics.exists() else []
+    return max(steps, default=0) > 0 or (output / CHECKPOINTS).exists()

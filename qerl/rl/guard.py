@@ -110,10 +110,10 @@ class CollapseWatch:
         return found
 
 
-def preflight(config: Config, updater: Updater) -> dict[str, float]:
+def preflight(config: Config, updater: Updater, say: Callable[[str], None]) -> dict[str, float]:
     """One micro-batch of the largest shape, forward and backward, nothing changed, with room kept for what the
     optimizer will hold. Returns tokens, seconds and, on a GPU, peak GB; what does not fit is refused with what
-    would."""
+    would. On a CPU, where it would take minutes and nothing is refused, one sequence of the largest length."""
     model = updater.model
     longest = longest_sequence(config)
     if longest > model.arch.max_positions:
@@ -124,7 +124,8 @@ def preflight(config: Config, updater: Updater) -> dict[str, float]:
             f"make {longest} tokens; the model's context is {context}. Write for example max_prompt_length={prompt} "
             f"max_completion_length={context - prompt}."
         )
-    tokens = largest_micro_batch(config)
+    tokens = largest_micro_batch(config) if model.device.type == "cuda" else longest
+    say(f"Trying {'the largest micro-batch' if tokens > longest else 'the longest sequence'}, {tokens} tokens ...")
     if model.device.type != "cuda":
         started = time.monotonic()
         _try(config, updater, tokens)

@@ -15,6 +15,7 @@ from qerl.rl.advantage import NO_VARIANCE, advantages, group_std, total_rewards
 from qerl.rl.batch import TrainSample
 from qerl.rl.data import DrawnPrompt, PromptSource
 from qerl.tasks.rewards import Rewards, TrainerState
+from qerl.tasks.workers import Graded
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Rollout:
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns logged by reward functions, over `drawn`
     metrics: dict[str, list[float]] = field(default_factory=dict)  # logged by reward functions
     failures: Counter[str] = field(default_factory=Counter)  # samples that graders failed on, by reason
+    failed: dict[str, list[Graded]] = field(default_factory=dict)  # the same samples, by the grader's name
 
     @property
     def completions(self) -> list[Completion]:
@@ -103,8 +105,12 @@ def score(
     rows = [prompt.row for prompt, group in zip(prompts, completions, strict=True) for _ in group]
     keys = [_key(completion) for completion in flat]
     scores = rewards.score(rows, [c.text for c in flat], [c.token_ids for c in flat], state, keys)
+    if state.global_step == 0 and (into is None or not into.drawn):
+        _require_graded(scores.failed, len(flat))
     if into is not None:
         into.failures.update(scores.failures)
+        for name, failed in scores.failed.items():
+            into.failed.setdefault(name, []).extend(failed)
         for column, values in scores.extra.items():
             before = len(into.completions) - len(into.extra.get(column, []))
             into.extra[column] = [*into.extra.get(column, []), *[None] * before, *values]
@@ -118,6 +124,13 @@ def score(
         groups.append(Group(prompt, group, rewards_SF[at], total_S[at]))
         start += len(group)
     return groups
+
+
+def _require_graded(failed: dict[str, list[Graded]], count: int) -> None:
+    """A grader that raises on each of a run's first samples is at fault, not the policy."""
+    for name, samples in failed.items():
+        if sum(one.reason == "error" for one in samples) == count:
+            raise ValueError(f"The grader {name} failed on all of the first {count} samples: {samples[0].detail}")
 
 
 def _key(completion: Completion) -> tuple[int, int]:

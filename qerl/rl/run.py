@@ -1,7 +1,7 @@
 """A run from its configuration: everything checked and built before step 1, trained, and told about at the end."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,13 @@ from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
 from qerl.metrics import Listener, Metrics, last_step
-from qerl.model.adapter import add_lora, load_adapter, trained_parameters
+from qerl.model.adapter import add_lora, load_adapter, read_settings, trained_parameters
+from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
-from qerl.recipe import build_config, load_config
+from qerl.recipe import build_config, default_recipe, load_config
 from qerl.records import Sampling
 from qerl.report import plot_run
 from qerl.rl import checkpoint
@@ -27,15 +28,15 @@ from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import optimizer_bytes, preflight
-from qerl.rl.push import require_login, upload
+from qerl.rl.push import require_login, require_repo_id, upload
 from qerl.rl.schedule import layer_sigmas
 from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer
 from qerl.tasks.grader import Grader
 from qerl.tasks.programs import program_rows, runs_programs
-from qerl.tasks.rewards import RewardFunction, Rewards, import_reward, reward_name
-from qerl.tasks.shipped import shipped_reward
+from qerl.tasks.rewards import RewardFunction, Rewards, reward_name
+from qerl.tasks.shipped import reward_named
 from qerl.tasks.task import FROM_PYTHON, task_named
 from qerl.tasks.workers import Workers
 
@@ -81,7 +82,8 @@ def train(
     `prompt`.
     """
     if not isinstance(config, Config):
-        config = build_config(config) if isinstance(config, dict) else load_config(Path(config) if config else None)
+        recipe = Path(config) if isinstance(config, str | Path) else default_recipe() if train_dataset is None else None
+        config = build_config(config) if isinstance(config, dict) else load_config(recipe)
     output, started = Path(config.output_dir), time.monotonic()
     with claimed(output, resume):
         trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
@@ -104,6 +106,7 @@ def build(
     resume: bool = False,
 ) -> Trainer:
     """Everything checked, loaded and tried; what is left is the loop."""
+    config = _with_adapter(config)
     if resume:
         require_same(config, Path(config.output_dir))
     if config.report_to:
@@ -111,6 +114,7 @@ def build(
 
         require_installed(config.report_to)
     if config.push_to_hub:
+        require_repo_id(config.hub_model_id or config.output_dir.name)
         require_login()
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
     try:
@@ -132,15 +136,22 @@ def _trainer(
     output = Path(config.output_dir)
     total = total_steps(config, len(rows))
     display = Display(total)
+    saved = checkpoint.newest_whole(output / CHECKPOINTS, display.warn) if resume else None
+    if saved is None:
+        checkpoint.require_some(output / CHECKPOINTS)
+    done = 0 if saved is None else int(saved.name.removeprefix("step-"))
+    if saved is not None:
+        display.say(f"Going on after step {done} of {total}.")
     display.say(f"Loading {config.model} as {config.base} ...")
     model, tokenizer, ends = _load(config)
     layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
     source = PromptSource(rows, tokenizer, config.seed, config.max_prompt_length)
+    if config.eval_size and not eval_rows:
+        display.say("There are no held-out rows, so nothing is evaluated (in Python, eval_dataset brings some).")
     eval_rows = _short_enough(eval_rows, tokenizer, config, display)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
     updater = Updater(config, model, optimizer)
-    trial = preflight(config, updater)
-    saved = checkpoint.newest_whole(output / CHECKPOINTS, display.warn) if resume else None
+    trial = preflight(config, updater, display.say) if done < total else {}
     state = RunState(rows=len(rows), rewards=rewards.names)
     if saved is not None:
         state = checkpoint.restore(saved, model, optimizer)
@@ -187,7 +198,7 @@ def _share(config: Config, plots: list[Path], display: Display) -> str | None:
     if config.base == "full":
         return None
     output = Path(config.output_dir)
-    folder = share_run(output, plots)
+    folder = share_run(output, plots, checkpoint.checkpoints(output / CHECKPOINTS)[-1])
     if not config.push_to_hub:
         return None
     try:
@@ -221,7 +232,10 @@ def _task(
     own = {reward_name(function): function for function in task.rewards} if task else {}
     if not functions and not own:
         raise ValueError(f"The task {config.task} brings no rewards: name some in reward_funcs.")
-    found = [_reward(f, own, config) if isinstance(f, str) else f for f in functions or own.values()]
+    found = [
+        reward_named(f, own, config.max_completion_length, config.reward_timeout) if isinstance(f, str) else f
+        for f in functions or own.values()
+    ]
     graders = [function for function in found if isinstance(function, Grader)]
     rewards = Rewards(found, config.reward_weights, None, config.reward_timeout)
     rewards.accuracy_index(config.dynamic_sampling.metric)  # refuses a name that is not there
@@ -241,20 +255,36 @@ def _task(
     return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]
 
 
-def _reward(name: str, own: Mapping[str, RewardFunction | Grader], config: Config) -> RewardFunction | Grader:
-    """A reward by its name: the task's own, a shipped one, or an import path."""
-    shipped = shipped_reward(name, config.max_completion_length)
-    return own.get(name) or shipped or import_reward(name, config.reward_timeout)
-
-
 def _short_enough(
     rows: Sequence[dict[str, Any]], tokenizer: Any, config: Config, display: Display
 ) -> list[dict[str, Any]]:
     """Held-out rows that training would take too."""
     kept = [row for row in rows if 0 < len(encode(tokenizer, row["prompt"])) <= config.max_prompt_length]
     if len(kept) < len(rows):
-        display.warn(f"{len(rows) - len(kept)} held-out prompts are longer than max_prompt_length; they are left out.")
+        dropped = len(rows) - len(kept)
+        display.warn(f"{dropped} of the held-out prompts are empty or longer than max_prompt_length: left out.")
     return kept
+
+
+def _with_adapter(config: Config) -> Config:
+    """The settings with those of init_adapter in them; others that were given are refused."""
+    if config.init_adapter is None:
+        return config
+    found = read_settings(config.init_adapter)
+    targets = "all-linear" if set(found.target_modules) == set(PROJECTIONS) else found.target_modules
+    own = {
+        "lora_r": found.r,
+        "lora_alpha": float(found.lora_alpha),
+        "lora_target_modules": targets,
+        "train_norms": found.train_norms,
+    }
+    for key, value in own.items():
+        given = getattr(config, key)
+        if key in config.model_fields_set and given != value:
+            raise ValueError(
+                f"{key}={given} is not that of init_adapter, which a run goes on with. Drop it, or write {key}={value}."
+            )
+    return config.model_copy(update=own)
 
 
 def _load(config: Config) -> tuple[Decoder, Any, tuple[int, ...]]:

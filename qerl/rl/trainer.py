@@ -20,7 +20,7 @@ from qerl.rl import checkpoint
 from qerl.rl.batch import TrainSample
 from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
-from qerl.rl.display import Display
+from qerl.rl.display import Display, counted
 from qerl.rl.evaluate import evaluate
 from qerl.rl.folder import CHECKPOINTS, COMPLETIONS, EVALUATION
 from qerl.rl.guard import CollapseWatch, Interrupts
@@ -56,6 +56,7 @@ class Trainer:
         self.interrupts = Interrupts(self.display.warn)
         self.noise = NoiseLevel(self.config.noise, self.total_steps, self.state.sigma, self.state.target)
         self.watch = CollapseWatch(self.state.watched)
+        self.told: set[str] = set()  # graders whose failures were spoken of
         self.source.position, self.source.too_long = self.state.position, self.state.too_long
 
     def train(self) -> None:
@@ -176,6 +177,7 @@ class Trainer:
         state.num_tokens += sampled + sum(
             len(group.prompt.prompt_ids) * len(group.completions) for group in rollout.drawn
         )
+        self.tell_failures(step, rollout)
         metrics = rollout_metrics(rollout, self.rewards, config.prompts_per_step)
         metrics |= update_metrics(tally, results, config.beta)
         if "entropy" in metrics:
@@ -184,7 +186,8 @@ class Trainer:
                 self.display.warn(warning)
         elif step == 1 or step % 10 == 0:
             self.display.warn(
-                f"Step {step}: in none of {len(rollout.drawn)} groups do the rewards vary, so nothing was learnt. "
+                f"Step {step}: in none of {counted(len(rollout.drawn), 'group')} (drawn in "
+                f"{counted(rollout.waves, 'wave')}) do the rewards vary, so nothing was learnt. "
                 "Are the problems too hard or too easy, or is the reward constant? Look at completions/."
             )
         seconds = time.monotonic() - started
@@ -211,6 +214,17 @@ class Trainer:
         self.display.done(step)
         if step % config.logging_steps == 0 or step == self.total_steps:
             self.display.line(step, metrics)
+
+    def tell_failures(self, step: int, rollout: Rollout) -> None:
+        """Of a grader once, and of every step in which it graded nothing."""
+        count = len(rollout.completions)
+        for name, failed in rollout.failed.items():
+            if failed and (len(failed) == count or name not in self.told):
+                self.told.add(name)
+                self.display.warn(
+                    f"Step {step}: the grader {name} failed on {len(failed)} of {count} samples, which score 0. "
+                    f"The first ({failed[0].reason}): {failed[0].detail}"
+                )
 
     def stop_if_not_finite(self) -> None:
         count = self.state.skipped_in_a_row

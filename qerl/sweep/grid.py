@@ -54,7 +54,7 @@ def make_grid(recipe: Path, words: Sequence[str]) -> Grid:
             settings = [f"{key}={value}" for key, value in zip(varied, chosen, strict=True)]
             name = folder_name([*settings, f"seed={seed}"])
             given = (*fixed, *settings, f"seed={seed}")
-            points.append(Point(name, given, _checked(recipe, [*given, f"output_dir={folder / name}"])))
+            points.append(Point(name, given, load_config(recipe, [*given, f"output_dir={folder / name}"])))
     names = [point.name for point in points]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"The same run comes twice: {min(twice)}. Give each value once.")
@@ -119,11 +119,3 @@ def _seeds(recipe: Path, values: dict[str, list[str]]) -> list[int]:
         raise ConfigError(f"seeds={','.join(count)}: say how many, such as seeds=3. (seed=0,7 names them.)")
     first = int(listed[0]) if listed else load_config(recipe).seed
     return list(range(first, first + int(count[0])))
-
-
-def _checked(recipe: Path, words: list[str]) -> Config:
-    try:
-        return load_config(recipe, words)
-    except ConfigError as error:
-        hint = " In a sweep commas part values; a list is one value in brackets: key=[a,b],[c]."
-        raise ConfigError(f"{error}{hint if 'valid tuple' in str(error) else ''}") from error

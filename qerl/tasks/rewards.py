@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qerl.tasks.grader import Grader
+from qerl.tasks.worker import raised
 from qerl.tasks.workers import Graded, Workers
 
 RewardFunction = Callable[..., Any]
@@ -81,7 +82,7 @@ class Rewards:
         keys: Sequence[Hashable] | None = None,
     ) -> "Scores":
         """rows: the dataset row of each completion, with its `prompt`. keys: of completions that were begun."""
-        scores = Scores([], {}, {}, Counter())
+        scores = Scores([], {}, {}, Counter(), {})
         if keys is None:
             keys = range(len(rows))
             for key, row, text in zip(keys, rows, texts, strict=True):
@@ -115,7 +116,9 @@ class Rewards:
         for i, (name, function) in enumerate(zip(self.names, self.functions, strict=True)):
             if isinstance(function, Grader):
                 graded = [self._begun.pop((key, i)).result() for key in keys]
-                scores.failures.update(one.reason for one in graded if one.reason is not None)
+                failed = [one for one in graded if one.reason is not None]
+                scores.failures.update(str(one.reason) for one in failed)
+                scores.failed[name] = failed
                 scores.values.append(_checked(name, [one.score for one in graded], len(rows)))
             else:
                 scores.values.append(_checked(name, next(results), len(rows)))
@@ -125,7 +128,7 @@ class Rewards:
         """Functions on the whole batch; those that are async are awaited together."""
 
         def call() -> list[Any]:
-            results = [function(**_wanted(function, given)) for function in functions]
+            results = [_called(function, given) for function in functions]
             if any(inspect.isawaitable(result) for result in results):
                 # a notebook's thread has a loop of its own already
                 results = _in_thread(lambda: asyncio.run(_together(results))).result()
@@ -152,6 +155,7 @@ class Scores:
     extra: dict[str, list[Any]]  # columns that functions asked to log
     metrics: dict[str, list[float]]
     failures: Counter[str]  # samples that graders failed on, by reason
+    failed: dict[str, list[Graded]]  # the same samples, by the grader's name
 
 
 def _in_thread(call: Callable[[], list[Any]]) -> "Future[list[Any]]":
@@ -175,6 +179,27 @@ async def _together(results: list[Any]) -> list[Any]:
     return list(await asyncio.gather(*(value(result) for result in results)))
 
 
+def _called(function: RewardFunction, given: dict[str, Any]) -> Any:
+    """What it returns (async: an awaitable). Whatever it raises becomes an error that names it."""
+    wanted = _wanted(function, given)
+    try:
+        result = function(**wanted)
+    except Exception as error:
+        raise _failure(function, error) from error
+    return _awaited(function, result) if inspect.isawaitable(result) else result
+
+
+async def _awaited(function: RewardFunction, result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except Exception as error:
+        raise _failure(function, error) from error
+
+
+def _failure(function: RewardFunction, error: Exception) -> ValueError:
+    return ValueError(f"Reward function {reward_name(function)} raised {raised(error, __file__)}")
+
+
 def _wanted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -191,11 +216,16 @@ def _wanted(function: RewardFunction, given: dict[str, Any]) -> dict[str, Any]:
 
 def _checked(name: str, result: Any, count: int) -> list[float]:
     try:
-        values = [math.nan if value is None else float(value) for value in result]
+        given = list(result)
+        values = [math.nan if value is None else float(value) for value in given]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"Reward function {name} must return a list of numbers or None, not {result!r:.80}."
         ) from error
+    if text := next((value for value in given if isinstance(value, str | bytes)), None):
+        raise ValueError(f"Reward function {name} returned {text!r:.40}, where a number or None belongs.")
+    if any(number != number and value is not None for value, number in zip(given, values, strict=True)):
+        raise ValueError(f"Reward function {name} returned NaN. Where it does not apply to a completion, return None.")
     if len(values) != count:
         raise ValueError(f"Reward function {name} returned {len(values)} rewards for {count} completions.")
     if any(math.isinf(value) for value in values):
@@ -214,19 +244,37 @@ def import_reward(path: str, timeout: float | None = None) -> RewardFunction | G
     """A function by its dotted import path, called in this process; written module:function it is a grader, called in
     the workers, with so many seconds for a sample."""
     module, dot, name = path.rpartition(":" if ":" in path else ".")
-    if not dot:
-        raise ValueError(
-            f"There is no reward {path!r}; write a registered name or a dotted path such as my_rewards.accuracy."
-        )
+    assert dot, f"{path} is no import path"
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"The reward {path!r} can't be imported: {error}. Modules are found in the folder that the command runs in "
-            "and wherever Python finds them (PYTHONPATH)."
+            f"The reward {path!r} can't be imported: {raised(error, __file__)}\nModules are found in the folder that "
+            "the command runs in and wherever Python finds them (PYTHONPATH)."
         ) from error
+    except Exception as error:
+        raise ValueError(f"The reward {path!r} can't be imported: {raised(error, __file__)}") from error
     if not callable(function):
         raise ValueError(f"The reward {path!r} is not a function.")
     if ":" not in path:
         return function  # type: ignore[no-any-return]
+    _require_grader(path, function)
     return Grader(name, path) if timeout is None else Grader(name, path, timeout)
+
+
+def _require_grader(path: str, function: Callable[..., Any]) -> None:
+    """Refuse a function that can't be called with a completion's text and its row, or that speaks of batches."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of builtins there is none
+        return
+    try:
+        signature.bind("text", {})
+        fits = not {"prompts", "completions", "completion_ids"} & signature.parameters.keys()
+    except TypeError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{path} takes {signature}; written with a colon it is a grader, called in the workers with one "
+            f"completion's text and its row. A function of lists as TRL has them is written {path.replace(':', '.')}."
+        )

@@ -1,10 +1,11 @@
 """The rewards that come with qerl, by the names that `reward_funcs` takes and metrics carry."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 
 from qerl.tasks import shaping
 from qerl.tasks.grader import Grader
-from qerl.tasks.rewards import RewardFunction
+from qerl.tasks.rewards import RewardFunction, import_reward
 
 Reward = RewardFunction | Grader
 
@@ -35,8 +36,22 @@ BY_LENGTH: dict[str, Callable[[int], RewardFunction]] = {
 }
 
 
-def shipped_reward(name: str, max_completion_length: int) -> Reward | None:
-    """The shipped reward of this name; None: there is none."""
+def reward_named(
+    name: str, own: Mapping[str, Reward], max_completion_length: int, timeout: float | None = None
+) -> Reward:
+    """A reward by its name: the task's own, a shipped one, or a user's by its import path (timeout: of such a grader,
+    for each sample)."""
+    if name in own:
+        return own[name]
     if name in BY_LENGTH:
         return BY_LENGTH[name](max_completion_length)
-    return GRADERS.get(name)
+    if name in GRADERS:
+        return GRADERS[name]
+    if "." in name or ":" in name:
+        return import_reward(name, timeout)
+    known = [*own, *GRADERS, *BY_LENGTH]
+    near = difflib.get_close_matches(name, known, 1)
+    raise ValueError(
+        f"There is no reward {name!r}.{f' Did you mean {near[0]}?' if near else ''} There are "
+        f"{', '.join(dict.fromkeys(known))}; your own is written module.function, or module:function for the workers."
+    )

@@ -55,10 +55,10 @@ def local_file(source: HubSplit, data_dir: Path | None) -> Path | None:
 
 def read_rows(path: Path) -> list[Row]:
     """All rows of a JSONL or Parquet file; one that is not sound is refused with the line it fails at."""
-    if not path.is_file():
-        raise ValueError(f"There is no file {path}.")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} is neither {' nor '.join(SUFFIXES)}; write it as JSON Lines or Parquet.")
+    if not path.is_file():
+        raise ValueError(f"There is no file {path}.")
     rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
     if not rows:
         raise ValueError(f"{path} has no rows.")

@@ -21,6 +21,7 @@ from qerl.tasks.source import SUFFIXES, HubSplit, Row, load_rows, local_file, re
 
 GENERATED_LENGTH = 100_000  # training rows of a generated task
 SPLITS = ("train", "test")
+OTHER_FILES = (".json", ".csv", ".tsv", ".txt")  # refused as files, not looked for on the hub
 FROM_PYTHON = "(given from Python)"  # what the settings of a run with its own data name as its task
 COUNTDOWN_PROMPT = (
     "Use the numbers {numbers} to make {target}. Each number must be used exactly once; you may add, subtract, "
@@ -74,7 +75,7 @@ def load_task(
         return reasoning_task(name.removeprefix(reasoning.PREFIX), seed, eval_size, system)
     if (data := registered(name)) is not None:
         return data_set_task(data, data_dir, system_prompt, max_completion_length, splits)
-    if name.endswith(SUFFIXES):
+    if name.endswith((*SUFFIXES, *OTHER_FILES)) or Path(name).is_file():
         return Task(own_rows(read_rows(Path(name)), name, system_prompt), (), ())
     if name.count("/") == 1:
         return _hub_task(name, data_dir, system_prompt, splits)

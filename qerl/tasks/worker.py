@@ -17,6 +17,7 @@ import resource
 import signal
 import struct
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -72,8 +73,16 @@ def grade(function: GraderFunction, text: str, row: dict[str, Any]) -> dict[str,
     except MemoryError:
         return {"reason": "memory", "detail": "MemoryError"}
     except Exception as error:  # noqa: BLE001 - whatever a grader raises costs its sample, not the run
-        return {"reason": "error", "detail": f"{type(error).__name__}: {error}"[:500]}
+        return {"reason": "error", "detail": raised(error, __file__)}
     return {"score": score}
+
+
+def raised(error: BaseException, ours: str) -> str:
+    """What a user's code raised and where. ours: the file that called it."""
+    trace = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in trace if f.filename not in (ours, importlib.__file__) and not f.filename.startswith("<frozen")]
+    places = [f"{frame.filename}, line {frame.lineno}, in {frame.name}" for frame in frames[:2] + frames[2:][-1:]]
+    return "\n  ".join((f"{type(error).__name__}: {error}"[:500], *places))[:2000]
 
 
 def main() -> None:

@@ -230,7 +230,7 @@ class _Process:
 
     def _graded(self, reply: dict[str, Any]) -> Graded:
         if (reason := reply.get("reason")) is not None:
-            return Graded(0.0, reason if reason in REASONS else "error", str(reply.get("detail", ""))[:500])
+            return Graded(0.0, reason if reason in REASONS else "error", str(reply.get("detail", ""))[:2000])
         score = reply["score"]
         return Graded(None if score is None else float(score))
 

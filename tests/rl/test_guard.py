@@ -121,8 +121,12 @@ def test_the_plan_says_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixt
     tried = []
     real = trainer.updater.trial
     trainer.updater.trial = lambda samples, tally: (tried.extend(s.length for s in samples), real(samples, tally))
-    from qerl.rl.guard import preflight
+    from qerl.rl.guard import _try, preflight
 
-    assert preflight(trainer.config, trainer.updater)["tokens"] == sum(tried) == 200
-    assert max(tried) == 16 + 72
-    assert "Largest micro-batch tried: 200 tokens" in " ".join(capsys.readouterr().err.split())
+    said = []
+    assert preflight(trainer.config, trainer.updater, said.append)["tokens"] == sum(tried) == 16 + 72
+    assert said == ["Trying the longest sequence, 88 tokens ..."]
+    tried.clear()
+    _try(trainer.config, trainer.updater, 200)
+    assert tried == [88, 88, 24]
+    assert "Tried 88 tokens at once" in " ".join(capsys.readouterr().err.split())

@@ -57,9 +57,13 @@ def test_a_run_leaves_an_adapter_with_its_card(run: Path, tmp_path: Path) -> Non
 
 def test_a_run_a_checkpoint_or_an_adapter_may_be_pushed(run: Path, tmp_path: Path) -> None:
     older = run / "checkpoints" / "step-000001"
+    final = {path: path.read_bytes() for path in (run / "adapter").rglob("*") if path.is_file()}
     for place in (older, older / "adapter"):
-        assert "1 steps" in (shared_folder(place) / "README.md").read_text()
+        card = (shared_folder(place) / "README.md").read_text()
+        assert "1 step," in card
+        assert "None was made of this step." in card, "an evaluation of step 2 says nothing of step 1"
         assert not list(older.rglob("README.md")), "the checkpoint is as it was"
+    assert final == {path: path.read_bytes() for path in (run / "adapter").rglob("*") if path.is_file()}
     assert "2 steps" in (shared_folder(run) / "README.md").read_text()
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -74,6 +78,24 @@ def test_a_run_a_checkpoint_or_an_adapter_may_be_pushed(run: Path, tmp_path: Pat
     assert (shared_folder(bare) / "README.md").read_text() == "mine"
     with pytest.raises(ValueError, match="neither a run's folder nor a PEFT adapter"):
         shared_folder(tmp_path)
+    (tmp_path / "config.yaml").write_text("model: tiny\n")
+    with pytest.raises(ValueError, match="has no checkpoint yet"):
+        shared_folder(tmp_path)
+
+
+def test_a_dry_run_names_the_repository_and_leaves_the_run_alone(run: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    for place in (run / "checkpoints" / "step-000001", run / "adapter"):
+        done = CliRunner().invoke(app, ["push", str(place), "me/sums", "--dry-run"])
+        folder = Path(json.loads(done.stdout.splitlines()[-1])["folder"])
+        card = (folder / "README.md").read_text()
+        assert 'from_pretrained(base, "me/sums")' in card
+        assert "the model shipped with qerl" in card
+        assert "On the base in 16 bits, as below, it is a slightly different model" in card
+        shutil.rmtree(folder.parent)
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    done = CliRunner().invoke(app, ["push", str(run), "not a name", "--dry-run"])
+    assert "'not a name' is no name for a repository" in str(done.exception)
 
 
 def test_a_damaged_checkpoint_is_not_shared(run: Path, tmp_path: Path) -> None:
@@ -99,6 +121,7 @@ def test_a_push_that_fails_says_how_to_try_again(run: Path) -> None:
     with pytest.raises(ValueError, match="Nothing is lost") as failed:
         upload(run / "adapter", "me/sums", private=True)
     assert f"qerl push {run / 'adapter'} me/sums --private" in str(failed.value)
+    assert "a way to the hub" in str(failed.value), "nobody answers; a login would not help"
     with pytest.raises(ValueError, match="Could not push to not a name"):
         upload(run / "adapter", "not a name")
     done = CliRunner().invoke(app, ["push", str(run), "me/sums"])

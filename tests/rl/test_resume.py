@@ -107,6 +107,24 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(tmp_path: P
         assert checkpoint.damage(harmed), harm
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over_unasked(tmp_path: Path, capsys) -> None:
+    result = qerl.train(tiny_job(tmp_path / "a", "max_steps=1", "eval_size=0", "prompts_per_step=2"))
+    written = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    (result.checkpoint / "checksums.json").unlink()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="No whole checkpoint is left"):
+            qerl.train(resumed_config(tmp_path / "a", []), resume=True)
+    assert "put aside as damaged-step-000001, none is left" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == written
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    assert qerl.train(resumed_config(tmp_path / "a", ["max_steps=1"]), resume=True).steps == 1
+    capsys.readouterr()
+    qerl.train(resumed_config(tmp_path / "a", []), resume=True)
+    said = capsys.readouterr().err
+    assert "Going on after step 1 of 1." in said
+    assert "Trying" not in said, "there is nothing left to try it for"
+
+
 def test_full_training_and_eight_bit_adamw_resume_exactly(tmp_path: Path) -> None:
     for i, words in enumerate((["base=full"], ["optim=adamw_8bit"])):
         run = tmp_path / f"run{i}"
@@ -146,10 +164,12 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
 def test_a_second_process_and_a_folder_that_cant_be_written_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with claimed(folder, resume=False):
-        (folder / "config.yaml").write_text("")
+        (folder / "checkpoints").mkdir()
         done = qerl_command("train", f"output_dir={folder}", "max_steps=1", "eval_size=0")
         assert done.returncode == 2
         assert "Another process is at work" in " ".join(done.stderr.split())
+    with pytest.raises(ValueError, match="Can't write /proc"), claimed(Path("/proc"), resume=False):
+        pass
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="Can't write"):
         qerl.train(tiny_job(tmp_path / "file" / "run"))

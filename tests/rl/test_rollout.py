@@ -125,7 +125,7 @@ def test_prompts_that_are_too_long_are_passed_over() -> None:
     data = source(rows=20, longest=2)  # p0 to p9
     assert all(len(prompt.prompt_ids) == 2 for prompt in data.draw(15))
     assert data.too_long == data.position - 15 > 0
-    with pytest.raises(ValueError, match="Raise max_prompt_length"):
+    with pytest.raises(ValueError, match="raise max_prompt_length"):
         source(longest=1).draw(1)
     with pytest.raises(ValueError, match="`prompt` column"):
         PromptSource([{"question": "x"}], Letters(), 0, 10)

@@ -197,6 +197,17 @@ def test_a_recipe_names_your_graders_in_the_folder_where_the_command_runs(tmp_pa
     assert line["rewards/long/mean"] > 0
     assert line["rewards/hangs/mean"] == 0
     assert line["grading/timeout"] == 4
+    assert "the grader hangs failed on 4 of 4 samples, which score 0. The first (timeout): no score" in done.stderr
+
+
+def test_a_grader_that_always_raises_stops_the_run_at_its_first_samples(tmp_path: Path) -> None:
+    small = ("prompts_per_step=2", "num_generations=2", "max_completion_length=4")
+    for number, eval_size in enumerate(("eval_size=0", "eval_size=2")):
+        job = tiny_job(tmp_path / str(number), *small, eval_size, "reward_funcs=['tests.tasks.graders:raises']")
+        with pytest.raises(
+            ValueError, match=r"raises failed on all of the first \d samples: KeyError: 'no'\s+\S+graders.py"
+        ):
+            qerl.train(job)
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -263,7 +274,7 @@ def test_a_reward_function_that_fails_costs_no_finished_step(tmp_path: Path) -> 
             raise RuntimeError("the judge is gone")
         return [float(i % 2) for i in range(len(completions))]
 
-    with pytest.raises(RuntimeError, match="the judge is gone"):
+    with pytest.raises(ValueError, match="accuracy raised RuntimeError: the judge is gone"):
         qerl.train(tiny_job(tmp_path / "run", "max_steps=4", "eval_size=0"), reward_funcs=accuracy)
     assert (tmp_path / "run" / "checkpoints" / "step-000002").is_dir()
 
@@ -302,7 +313,7 @@ def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path, capsy
     assert qerl.train(tiny_job(tmp_path / "run", *options), reward_funcs=accuracy).steps == 7
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert ["entropy" in line for line in lines] == [False] * 6 + [True]
-    assert "in none of 4 groups do the rewards vary" in " ".join(capsys.readouterr().err.split())
+    assert "in none of 4 groups (drawn in 1 wave) do the rewards vary" in " ".join(capsys.readouterr().err.split())
 
 
 def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
@@ -316,6 +327,7 @@ def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
         (good, [{"question": "x"}], "eval_dataset needs a `prompt` column"),
         ([{"prompt": None}], None, "A prompt is a string or a list of messages"),
         ([], None, "no rows"),
+        ([{"prompt": ""}], None, "all are empty or longer"),
     ):
         with pytest.raises(ValueError, match=message):
             qerl.train(config, reward_funcs=mine, train_dataset=train, eval_dataset=held_out)
@@ -388,6 +400,11 @@ def test_trls_own_reward_functions_and_a_dataset_run_unmodified(
 def test_a_run_can_start_from_an_adapter_which_is_then_its_reference(tmp_path: Path) -> None:
     first = qerl.train(tiny_job(tmp_path / "a", "max_steps=2", "eval_size=0"))
     words = (f"init_adapter={first.checkpoint / 'adapter'}", "beta=0.1", "eval_size=0")
+    with pytest.raises(ValueError, match="write lora_r=16"):
+        build(tiny_job(tmp_path / "b", *words, "lora_r=4"))
+    plain = ("max_prompt_length=16", "max_completion_length=64", f"output_dir={tmp_path / 'c'}")
+    kept = build(load_config(None, [*plain, *words])).config
+    assert (kept.lora_r, kept.lora_alpha, kept.lora_target_modules) == (16, 32.0, "all-linear")
     trainer = build(tiny_job(tmp_path / "b", *words))
     trainer.draw_noise(1)
     samples = train_samples(trainer.config, trainer.roll_out(1).drawn)

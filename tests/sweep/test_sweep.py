@@ -21,8 +21,10 @@ SMALL = ("prompts_per_step=4", "num_generations=4", "eval_size=0", "max_steps=1"
 
 def test_a_failing_run_is_reported_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"model=tiny,{tmp_path}/none", *SMALL, f"output_dir={tmp_path / 'sweep'}"]
-    with pytest.raises(typer.Exit):
+    with pytest.raises(ValueError, match="For another model or task name a recipe"):
         sweep(words)
+    with pytest.raises(typer.Exit):
+        sweep([str(default_recipe()), *words])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["runs"], result["done"]) == (2, 1)
     ((name, reason),) = result["failed"].items()

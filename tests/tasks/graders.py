@@ -11,6 +11,10 @@ def length(text: str, row: dict[str, Any]) -> float:
     return float(len(text)) + row.get("plus", 0)
 
 
+def raises(text: str, row: dict[str, Any]) -> float:
+    raise KeyError("no")
+
+
 def echo(text: str, row: dict[str, Any]) -> float | None:
     """The text says what to do; anything else is the score."""
     if text == "loop":

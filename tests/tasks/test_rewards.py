@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -92,11 +93,28 @@ def test_what_breaks_the_contract_is_refused_by_name() -> None:
     def greedy(completions, solution):
         return [0.0, 0.0]
 
+    def texts(completions, **kwargs):
+        return [0.5, "0.5"]
+
+    def undefined(completions, **kwargs):
+        return [None, float("nan")]
+
+    def broken(completions, **kwargs):
+        return [{"1": 1.0}[completion] for completion in completions]
+
+    async def late(completions, **kwargs):
+        await asyncio.sleep(0)
+        return broken(completions)
+
     for function, message in (
         (short, "short returned 1 rewards for 2"),
         (words, "words must return a list"),
         (infinite, "infinite returned an infinite"),
         (greedy, "greedy asks for solution; there are answer"),
+        (texts, "texts returned '0.5', where a number"),
+        (undefined, "undefined returned NaN"),
+        (broken, r"broken raised KeyError: '3'\s+\S+test_rewards.py, line \d+, in broken"),
+        (late, r"late raised KeyError: '3'\s+\S+test_rewards.py, line \d+, in late\s+\S+, line \d+, in broken"),
     ):
         with pytest.raises(ValueError, match=message):
             score(function)
@@ -179,9 +197,25 @@ def test_functions_by_import_path() -> None:
     assert import_reward("tests.tasks.graders:echo") == Grader("echo", "tests.tasks.graders:echo")
     assert import_reward("tests.tasks.graders:echo", 0.5) == Grader("echo", "tests.tasks.graders:echo", 0.5)
     for path, message in (
-        ("nowhere", "dotted path"),
-        ("tests.nothing.f", "can't be imported"),
+        ("tests.nothing.f", "can't be imported: ModuleNotFoundError(.|\\n)*PYTHONPATH"),
         ("qerl.__version__", "is not a function"),
     ):
         with pytest.raises(ValueError, match=message):
+            import_reward(path)
+
+
+def test_a_module_that_fails_and_a_function_of_lists_in_place_of_a_grader_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "fails_at_once.py").write_text("table = {}\ntable['x']\n")
+    (tmp_path / "bad_syntax.py").write_text("def f(:\n")
+    (tmp_path / "lists.py").write_text("def one(completions, **k): ...\ndef two(completions, answer, **k): ...\n")
+    for path, message in (
+        ("fails_at_once.f", r"KeyError: 'x'\s+\S+fails_at_once.py, line 2"),
+        ("bad_syntax.f", r"SyntaxError: .*bad_syntax.py, line 1"),
+        ("lists:one", r"a function of lists .* is written lists\.one"),
+        ("lists:two", r"lists:two takes \(completions, answer"),
+    ):
+        with pytest.raises(ValueError, match=f"(?i){message}"):
             import_reward(path)

@@ -5,7 +5,7 @@ import pytest
 from qerl.tasks import think_format
 from qerl.tasks.grader import Grader
 from qerl.tasks.shaping import length, repeated_share, repetition, soft_overlong
-from qerl.tasks.shipped import BY_LENGTH, GRADERS, shipped_reward
+from qerl.tasks.shipped import BY_LENGTH, GRADERS, reward_named
 
 
 @pytest.mark.parametrize(
@@ -63,13 +63,15 @@ def test_repetition() -> None:
 
 def test_shipped_rewards_by_name() -> None:
     for name in GRADERS:
-        found = shipped_reward(name, 100)
+        found = reward_named(name, {}, 100)
         assert isinstance(found, Grader)
         module, _, function = found.path.partition(":")
         assert module.startswith("qerl.tasks.")
         assert function
     for name in BY_LENGTH:
-        found = shipped_reward(name, 100)
+        found = reward_named(name, {}, 100)
         assert callable(found)
         assert found.__name__ == name
-    assert shipped_reward("accuracies", 100) is None
+    with pytest.raises(ValueError, match=r"Did you mean gsm8k_accuracy\?.*math_accuracy.*module:function"):
+        reward_named("gsm8k_acuracy", {}, 100)
+    assert reward_named("own", {"own": GRADERS["repetition"]}, 100) is GRADERS["repetition"]

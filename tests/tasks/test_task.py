@@ -236,6 +236,9 @@ def test_another_hub_id(tmp_path: Path) -> None:
 def test_an_unknown_task_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"no task 'gsm9k'. Did you mean gsm8k\? .*countdown.*hub id"):
         load_task("gsm9k")
+    for name in ("./mine.csv", "mine.json"):
+        with pytest.raises(ValueError, match=r"neither \.jsonl nor \.parquet"):
+            load_task(name)
     with pytest.raises(ValueError, match="no file"):
         load_task("nowhere.jsonl")
     assert {"arithmetic", "countdown", "gsm8k", "mbpp"} <= set(task_names())
