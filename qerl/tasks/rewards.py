@@ -140,8 +140,6 @@ class Rewards:
         try:
             return called.result(self.timeout)
         except TimeoutError as error:
-            if called.done():  # the function's own
-                raise
             names = ", ".join(map(reward_name, functions))
             raise ValueError(
                 f"The reward functions {names} took longer than reward_timeout={self.timeout:g} s. Raise it, or see "

@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_is_not_shared(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, copy)
     weights = copy / "checkpoints" / "step-000002" / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    assert "1 steps" in (shared_folder(copy) / "README.md").read_text()
+    assert "1 step" in (shared_folder(copy) / "README.md").read_text()
     with pytest.raises(ValueError, match=r"No checkpoint of .* is whole"):
         shared_folder(copy / "checkpoints" / "step-000002")
 

@@ -206,11 +206,3 @@ def test_what_a_kill_left_of_a_checkpoint_is_cleared_away(tmp_path: Path) -> Non
         shutil.copytree(result.checkpoint, folder / name)
     qerl.train(resumed_config(tmp_path / "run", ["max_steps=2"]), resume=True)
     assert sorted(path.name for path in folder.iterdir()) == ["step-000001", "step-000002"]
-
-
-def test_a_run_whose_only_checkpoint_is_damaged_says_that_it_starts_over(tmp_path: Path) -> None:
-    (tmp_path / "step-000001").mkdir()
-    said: list[str] = []
-    assert checkpoint.newest_whole(tmp_path, said.append) is None
-    assert "there is none before it: the run starts over" in said[0]
-    assert (tmp_path / "damaged-step-000001").is_dir()
