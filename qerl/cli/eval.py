@@ -1,5 +1,6 @@
 """`qerl eval`, `qerl eval-compare` and `qerl lm-eval`."""
 
+import os
 import sys
 import time
 from contextlib import closing
@@ -50,6 +51,8 @@ def evaluate(
     from qerl.evaluation.job import Job
     from qerl.evaluation.run import Evaluation
 
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a script does not look for your reward functions where it is called
     job = Job(
         model=model,
         tasks=tuple(name.strip() for name in task.split(",") if name.strip()),
@@ -79,10 +82,12 @@ def evaluate(
         TimeRemainingColumn(),
     )
     with Evaluation(job) as evaluation:
-        total, missing = evaluation.total, evaluation.missing
+        total, missing, regraded = evaluation.total, evaluation.missing, evaluation.regraded
         if missing < total:
             say(f"{total - missing} of {total} samples are in {evaluation.folder} already.")
-        if missing:
+        if regraded:
+            say(f"{regraded} samples are graded again: their grader or data has changed, or it had raised an error.")
+        if missing > regraded:
             say(f"Loading {model} as {base} ...")
         bar = Progress(*columns, console=log)
         at = bar.add_task("samples", total=total, completed=total - missing, now="")
@@ -98,8 +103,12 @@ def evaluate(
                 f"Interrupted: {kept} of {total} samples are kept in {evaluation.folder}; the same command goes on."
             ) from error
         results = evaluation.results()
-    for reason, count in evaluation.failures.items():
-        say(f"{count} samples count as wrong because their grader ended in {reason}.")
+        failed = evaluation.grading_errors()
+    for name, (count, example) in failed.items():
+        say(
+            f"{name}: the grader failed on {count} samples, which count as wrong. "
+            f"One of them, {example['reason']}: {example['detail']}"
+        )
     for name, one in results["tasks"].items():
         if one["refused"]:
             say(f"{name}: {one['refused']} prompts do not fit the model's context and count as wrong.")
@@ -107,7 +116,9 @@ def evaluate(
             say(f"{name}: {one['not_graded']} questions that the reward does not apply to are left out.")
     screen.print(_table(results["tasks"], job.k))
     seconds = round(time.monotonic() - started, 1)
-    finish({"tasks": results["tasks"], "out": evaluation.folder, "sampled": missing, "seconds": seconds})
+    finish({"tasks": results["tasks"], "out": evaluation.folder, "sampled": missing - regraded, "seconds": seconds})
+    if sum(count for count, _ in failed.values()) == total:
+        raise typer.Exit(1)  # nothing at all was graded
 
 
 def eval_compare(

@@ -1,8 +1,9 @@
 """A folder of results: settings.json, a file of samples a task, written as they are graded, then results.json.
 
 A line of samples is one completion: task, id (the question's place among the task's held-out rows), sample, prompt,
-completion, answer (as the grader reads it), right (the row's answer), score (null: the grader does not apply),
-finish_reason, tokens.
+completion, answer (as the grader reads it), finish_reason, tokens, right (the row's answer), graded_by (what the score
+depends on, see grading.py), score (null: the grader does not apply), and grading_error where the grader failed. A
+sample that was graded again has several lines; the last one counts.
 """
 
 import json

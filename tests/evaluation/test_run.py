@@ -181,6 +181,48 @@ def test_bad_jobs_are_refused_before_a_model_is_loaded(
     assert not (tmp_path / "results").exists()
 
 
+def test_scores_of_a_grader_or_data_that_changed_are_not_kept(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    grader, data = tmp_path / "changing_grader.py", tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "12+31=", "answer": "43"}\n{"prompt": "1+1=", "answer": "2"}\n')
+    grader.write_text("def always(text, row):\n    return 1.0\n")
+    mine = replace(job, tasks=(str(data),), reward="changing_grader:always", limit=None, max_tokens=4)
+
+    def scores() -> tuple[int, list[float], int]:
+        """How many were graded, all scores, and how many the grader failed on."""
+        with Evaluation(mine) as evaluation:
+            monkeypatch.setattr(evaluation, "_engine", None)  # nothing is sampled again
+            graded = len(list(evaluation.samples()))
+            found = evaluation.results()["tasks"][str(data)]["grading_errors"]
+        lines = read_samples(samples_file(mine.folder(), str(data)))
+        return graded, [line["score"] for line in lines.values()], found
+
+    evaluate(mine)
+    assert scores() == (0, [1.0, 1.0], 0)
+    grader.write_text("def always(text, row):\n    return float(row['answer'] == '43')\n")
+    assert scores() == (2, [1.0, 0.0], 0)
+    data.write_text(data.read_text().replace('"2"', '"43"'))
+    assert scores() == (1, [1.0, 1.0], 0)
+    grader.write_text("def always(text, row):\n    return 1 / (row['answer'] != '43')\n")
+    assert scores() == (2, [0.0, 0.0], 2)
+    with Evaluation(mine) as evaluation:
+        assert evaluation.missing == evaluation.regraded == 2  # what the grader raised on does not count as done
+        list(evaluation.samples())
+        assert "division by zero" in evaluation.grading_errors()[str(data)][1]["detail"]
+
+
+def test_fewer_questions_do_not_replace_the_results_of_more(job: Job) -> None:
+    evaluate(replace(job, limit=3, max_tokens=4))
+    kept = (job.folder() / "results.json").read_text()
+    with pytest.raises(ValueError, match="more samples than are asked for"):
+        evaluate(replace(job, limit=2, max_tokens=4))
+    assert (job.folder() / "results.json").read_text() == kept
+    evaluate(replace(job, limit=2, max_tokens=4, tasks=("countdown",)))
+    assert json.loads((job.folder() / "results.json").read_text())["tasks"].keys() == {"arithmetic", "countdown"}
+
+
 def test_rows_of_ones_own_and_prompts_that_do_not_fit(job: Job, tmp_path: Path) -> None:
     rows = [{"prompt": "12+31=", "answer": "43"}, {"prompt": "1" * 300, "answer": "43"}, {"prompt": "1+1="}]
     file = tmp_path / "mine.jsonl"
