@@ -128,6 +128,7 @@ def eval_compare(
 ) -> None:
     """Compare two evaluations question by question: difference, 95 % interval and p-value by a paired bootstrap."""
     from qerl.evaluation.compare import changed_settings, compare
+    from qerl.evaluation.estimators import FEW
 
     found = compare(a, b, seed)
     for key, (one, other) in changed_settings(a, b).items():
@@ -145,6 +146,8 @@ def eval_compare(
             *(escape(one.task), str(one.questions), *shares, interval),
             *(f"{delta.p_value:.3f}", str(one.better), str(one.worse)),
         )
+        if one.questions < FEW:
+            say(f"{one.task}: {one.questions} questions are too few for an interval and a p-value that mean much.")
         if one.left_out:
             say(f"{one.task}: {one.left_out} questions that only one of the two answered are left out.")
     screen.print(table)
