@@ -41,7 +41,7 @@ def evaluate(
         bool, typer.Option("--unsafe-code", help="Run programs without a sandbox, where there is none.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the results.", show_default="evals/MODEL-BASE-...")
+        Path | None, typer.Option(help="Folder of the results.", show_default="evals/MODEL-BASE-TASKS-...")
     ] = None,
 ) -> None:
     """Score a model on tasks' held-out questions: pass@1, pass@k and maj@k with 95 % intervals. Noise is off.
@@ -115,6 +115,7 @@ def evaluate(
         if one["not_graded"]:
             say(f"{name}: {one['not_graded']} questions that the reward does not apply to are left out.")
     screen.print(_table(results["tasks"], job.k))
+    say(f"Samples and results are in {evaluation.folder}.")
     seconds = round(time.monotonic() - started, 1)
     finish({"tasks": results["tasks"], "out": evaluation.folder, "sampled": missing - regraded, "seconds": seconds})
     if sum(count for count, _ in failed.values()) == total:

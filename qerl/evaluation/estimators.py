@@ -48,9 +48,9 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The mean over questions, each from 0 to 1. Where each counts 0 or 1, or all are equal, or they are few, the interval
-    is Wilson's: no values with this mean vary more than zeros and ones, so it is never too narrow for them. Else it is
-    a bootstrap over questions."""
+    """The mean over questions, each from 0 to 1. Where each counts 0 or 1, or all are equal, or they are few, the
+    interval is Wilson's: shares of the same mean vary no more than zeros and ones, so it is rather too wide for them.
+    Else it is a bootstrap over questions."""
     if not values:
         return Estimate(math.nan, math.nan, math.nan)
     if len(values) < FEW or len(set(values)) == 1 or all(value in (0.0, 1.0) for value in values):

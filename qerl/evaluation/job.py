@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ class Job:
         if self.out is not None:
             return self.out
         digest = hashlib.sha256(json.dumps(self.settings()).encode()).hexdigest()[:8]
-        name = Path(self.model).name or "model"
-        return Path("evals") / f"{name}-{self.base}{'-adapter' if self.adapter else ''}-{digest}"
+        tasks = "+".join(Path(task).stem for task in self.tasks) if len(self.tasks) < 4 else f"{len(self.tasks)}-tasks"
+        drawn = "greedy" if self.temperature == 0 else f"t{self.temperature:g}"
+        parts = (Path(self.model).name or "model", self.base, *(["adapter"] if self.adapter else []), tasks, drawn)
+        return Path("evals") / re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join((*parts, digest)))
 
 
 def _weights(folder: Path) -> str:

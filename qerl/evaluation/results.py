@@ -24,8 +24,10 @@ Lines = dict[tuple[int, int], Line]  # by question and sample
 
 @contextmanager
 def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """Inside, the folder is this process's own, and holds results of these settings only."""
+    """Inside, the folder is this process's own, and holds results of these settings only. A new one that gets no sample
+    is removed again."""
     path = folder / SETTINGS
+    new = not folder.exists()
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists() and any(folder.iterdir()):
@@ -36,7 +38,12 @@ def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
             raise ValueError(f"{folder} holds results with another {', '.join(odd)}. Name another --out.")
         with writable(folder):
             write_json(path, settings)
-        yield
+        try:
+            yield
+        finally:
+            if new and [file.name for file in folder.iterdir()] == [SETTINGS]:
+                path.unlink()
+                folder.rmdir()
 
 
 def samples_file(folder: Path, task: str) -> Path:

@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -211,6 +212,19 @@ def test_scores_of_a_grader_or_data_that_changed_are_not_kept(
         assert evaluation.missing == evaluation.regraded == 2  # what the grader raised on does not count as done
         list(evaluation.samples())
         assert "division by zero" in evaluation.grading_errors()[str(data)][1]["detail"]
+
+
+def test_the_default_folder_says_what_is_in_it_and_goes_where_nothing_was_sampled(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = replace(job, out=None, tasks=("a/mine.jsonl", "gsm8k"), k=4, temperature=0.6).folder().name
+    assert re.fullmatch(r"tiny-bf16-mine\+gsm8k-t0\.6-[0-9a-f]{8}", name)
+    assert "-arithmetic-greedy-" in replace(job, out=None).folder().name
+    broken = replace(job, out=None, dtype="float3")
+    with pytest.raises(ValueError, match="float3"):
+        evaluate(broken)
+    assert not broken.folder().exists()
 
 
 def test_fewer_questions_do_not_replace_the_results_of_more(job: Job) -> None:
