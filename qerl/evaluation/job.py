@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.model.adapter import CONFIG, WEIGHTS, read_settings
-from qerl.quant.checkpoint import resolve
+from qerl.quant.checkpoint import read_config, resolve
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Job:
         that stands here makes it another one."""
         return {
             "model": self.model,
-            "weights": _weights(resolve(self.model)),
+            "weights": _weights(resolve(self.model, read_config)),
             "adapter": None if self.adapter is None else str(self.adapter),
             "adapter_sha256": None if self.adapter is None else _adapter(self.adapter),
             "base": self.base,

@@ -93,6 +93,19 @@ def test_runs_of_another_version_are_read_and_many_differences_give_way_to_the_f
     assert set(groups[0].settings) == {"gone", "lora_r", "beta", "top_k"}
 
 
+def test_a_damaged_run_is_named_by_its_line_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "whole", [1.0])
+    broken = write_run(tmp_path / "runs" / "broken", [1.0, 2.0])
+    lines = (broken / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (broken / "metrics.jsonl").write_text("".join([lines[0], '{"step": \n', *lines[2:]]))
+    made = compare([tmp_path / "runs"], tmp_path / "out")
+    assert [group.label for group in made.groups] == ["whole"]
+    assert "Line 2 of" in made.notes[0]
+    assert made.notes[0].endswith("It is left out.")
+    with pytest.raises(ValueError, match=r"Nothing to compare yet: .*Line 2 of"):
+        compare([broken], tmp_path / "out")
+
+
 def test_held_out_accuracy_is_shown_whole_on_a_narrow_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,7 +166,8 @@ def test_other_settings_do_not_mix_into_a_folder_of_results(job: Job, tmp_path: 
         ({"k": 2}, "give a temperature"),
         ({"tasks": ()}, "one or more tasks"),
         ({"tasks": ("gsm8j",)}, "Did you mean gsm8k"),
-        ({"adapter": Path("nowhere")}, "not a PEFT adapter"),
+        ({"adapter": Path("nowhere")}, "There is no folder nowhere"),
+        ({"model": "run"}, "name the model it was trained on"),
         ({"tasks": ("mine.jsonl",)}, "brings no reward"),
         ({"tasks": ("mine.jsonl",), "reward": "nothing"}, "no reward 'nothing'"),
         ({"top_p": 2.0}, "top_p must be"),
@@ -177,6 +178,8 @@ def test_bad_jobs_are_refused_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match=message):
         Evaluation(replace(job, **changes))
     assert not (tmp_path / "results").exists()
