@@ -72,8 +72,13 @@ def last_step(path: Path) -> int:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All complete lines of a metrics file; a last line cut short by a crash is left out."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"Line {number} of {path} is not JSON: {error.msg} at column {error.colno}.") from error
+    return found
 
 
 def drop_torn_line(path: Path) -> None:

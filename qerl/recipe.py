@@ -35,6 +35,8 @@ def load_config(recipe: Path | None = None, overrides: Iterable[str] = ()) -> Co
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise ConfigError(f"{word!r} is not an override; write key=value, for example quantize.method=rtn.")
+        if not text.strip():
+            raise ConfigError(f"{word!r} has no value. Write {key}=VALUE; {key}=null is qerl's default.")
         try:
             value = text if text.startswith("*") else yaml.safe_load(text)  # a shell pattern, not a YAML alias
         except yaml.YAMLError as error:

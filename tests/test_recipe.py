@@ -52,6 +52,7 @@ def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
         ("quantize.ignore=[", "is not YAML"),
         ("learning_rat=1", "Did you mean learning_rate?"),
         ("per_device_train_batch_size=4", "prompts_per_step x num_generations completions are a rollout"),
+        ("learning_rate=", "Write learning_rate=VALUE; learning_rate=null is qerl's default"),
         ("use_vllm=true", "qerl samples with its own engine"),
         ("temperature=0", "greater than 0"),
         ("noise.num_stages=1", "greater than or equal to 2"),

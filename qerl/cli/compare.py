@@ -32,21 +32,21 @@ def show(comparison: "Comparison") -> None:
     """Two tables, so that they fit a narrow screen. Columns that no run has are left out."""
     from qerl.compare.summary import COLUMNS
 
-    learnt = [name for name in COLUMNS if "reward" in name or "accuracy" in name]
+    learnt = ["held-out accuracy", "accuracy", "held-out reward", "reward"]  # what matters most stands first
     rest = [name for name in (*COLUMNS, "seconds") if name not in learnt]
     screen.print(_table(comparison, "What was learnt, at the end: mean ± std over seeds", learnt, counts=True))
     screen.print(_table(comparison, "Rollouts", rest, counts=False))
     for note in comparison.notes:
         say(note)
-    say(f"Pictures: {', '.join(map(str, comparison.pictures))}")
+    say(f"Pictures and numbers are in {comparison.pictures[0].parent}.")
 
 
 def _table(comparison: "Comparison", title: str, columns: list[str], counts: bool) -> Table:
     names = [name for name in columns if any(v[name] is not None for v in comparison.values.values())]
     table = Table(title=title)
-    table.add_column("runs", overflow="fold")
+    table.add_column("runs", overflow="fold", min_width=16)
     for name in (*(("seeds", "steps") if counts else ()), *names):
-        table.add_column(name.replace(" ", "\n"), justify="right")
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for group in comparison.groups:
         steps = sorted({run.steps for run in group.runs})
         many = [str(len(group.runs)), str(steps[0]) if len(steps) == 1 else f"{steps[0]}..{steps[-1]}"]
@@ -58,7 +58,7 @@ def _table(comparison: "Comparison", title: str, columns: list[str], counts: boo
 def _cell(spread: "Spread | None") -> str:
     if spread is None:
         return "-"
-    return _number(spread.mean, 3) + ("" if spread.std is None else f" ±{_number(spread.std, 2)}")
+    return _number(spread.mean, 3) + ("" if spread.std is None else f"\n±{_number(spread.std, 2)}")
 
 
 def _number(value: float, digits: int) -> str:

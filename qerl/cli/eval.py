@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from qerl.cli.words import look_here
 from qerl.console import finish, log, say, screen
 from qerl.errors import Interrupted
 
@@ -40,7 +41,7 @@ def evaluate(
         bool, typer.Option("--unsafe-code", help="Run programs without a sandbox, where there is none.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the results.", show_default="evals/MODEL-BASE-...")
+        Path | None, typer.Option(help="Folder of the results.", show_default="evals/MODEL-BASE-TASKS-...")
     ] = None,
 ) -> None:
     """Score a model on tasks' held-out questions: pass@1, pass@k and maj@k with 95 % intervals. Noise is off.
@@ -50,6 +51,7 @@ def evaluate(
     from qerl.evaluation.job import Job
     from qerl.evaluation.run import Evaluation
 
+    look_here()
     job = Job(
         model=model,
         tasks=tuple(name.strip() for name in task.split(",") if name.strip()),
@@ -79,10 +81,12 @@ def evaluate(
         TimeRemainingColumn(),
     )
     with Evaluation(job) as evaluation:
-        total, missing = evaluation.total, evaluation.missing
+        total, missing, regraded = evaluation.total, evaluation.missing, evaluation.regraded
         if missing < total:
             say(f"{total - missing} of {total} samples are in {evaluation.folder} already.")
-        if missing:
+        if regraded:
+            say(f"{regraded} samples are graded again: their grader or data has changed, or it had raised an error.")
+        if missing > regraded:
             say(f"Loading {model} as {base} ...")
         bar = Progress(*columns, console=log)
         at = bar.add_task("samples", total=total, completed=total - missing, now="")
@@ -98,17 +102,23 @@ def evaluate(
                 f"Interrupted: {kept} of {total} samples are kept in {evaluation.folder}; the same command goes on."
             ) from error
         results = evaluation.results()
-    for reason, count in evaluation.failures.items():
-        first = evaluation.first_failure[reason]
-        say(f"{count} samples count as wrong because their grader ended in {reason}. The first: {first}")
+        failed = evaluation.grading_errors()
+    for name, (count, example) in failed.items():
+        say(
+            f"{name}: the grader failed on {count} samples, which count as wrong. "
+            f"One of them, {example['reason']}: {example['detail']}"
+        )
     for name, one in results["tasks"].items():
         if one["refused"]:
             say(f"{name}: {one['refused']} prompts do not fit the model's context and count as wrong.")
         if one["not_graded"]:
             say(f"{name}: {one['not_graded']} questions that the reward does not apply to are left out.")
     screen.print(_table(results["tasks"], job.k))
+    say(f"Samples and results are in {evaluation.folder}.")
     seconds = round(time.monotonic() - started, 1)
-    finish({"tasks": results["tasks"], "out": evaluation.folder, "sampled": missing, "seconds": seconds})
+    finish({"tasks": results["tasks"], "out": evaluation.folder, "sampled": missing - regraded, "seconds": seconds})
+    if sum(count for count, _ in failed.values()) == total:
+        raise typer.Exit(1)  # nothing at all was graded
 
 
 def eval_compare(
@@ -118,6 +128,7 @@ def eval_compare(
 ) -> None:
     """Compare two evaluations question by question: difference, 95 % interval and p-value by a paired bootstrap."""
     from qerl.evaluation.compare import changed_settings, compare
+    from qerl.evaluation.estimators import FEW
 
     found = compare(a, b, seed)
     for key, (one, other) in changed_settings(a, b).items():
@@ -135,6 +146,8 @@ def eval_compare(
             *(escape(one.task), str(one.questions), *shares, interval),
             *(f"{delta.p_value:.3f}", str(one.better), str(one.worse)),
         )
+        if one.questions < FEW:
+            say(f"{one.task}: {one.questions} questions are too few for an interval and a p-value that mean much.")
         if one.left_out:
             say(f"{one.task}: {one.left_out} questions that only one of the two answered are left out.")
     screen.print(table)

@@ -21,6 +21,8 @@ PARTS = {
     "context": "CUDA and its libraries (estimate)",
 }
 
+SLOW = 0.25  # share of the sequences that the cache holds, below which sampling is slow
+
 
 def plan(
     words: Annotated[
@@ -33,7 +35,10 @@ def plan(
     ] = None,
     gpu: Annotated[float, typer.Option(help="Memory of the GPU, in GB (10^9 bytes).")] = 80.0,
 ) -> None:
-    """Steps, tokens and GPU memory of a run, from its settings alone: no GPU, no download."""
+    """Steps, tokens and GPU memory of a run, from its settings alone: no GPU, no download.
+
+    The exit status is 1 if it does not fit.
+    """
     from qerl.rl.plan import GB, make_plan
 
     recipe, overrides = split_words(words)
@@ -68,10 +73,17 @@ def plan(
     table.add_row("[bold]while it samples[/]", f"[bold]{memory.sampling(room) / GB:.2f}[/]")
     screen.print(table)
     if found.fits:
-        say(f"It fits {gpu:g} GB; the cache holds {found.whole_sequences} sequences at their longest.")
+        say(
+            f"It fits {gpu:g} GB; the cache holds {found.whole_sequences} sequences at their longest, of "
+            f"{found.sequences} that are decoded at a time (completions of a step or questions of an evaluation)."
+        )
+        if found.whole_sequences < SLOW * found.sequences:
+            say("That is few: unless most are much shorter, they wait for each other and sampling will be slow.")
     else:
         say(
             f"It does not fit {gpu:g} GB. "
             + (f"This would: {found.advice}." if found.advice else "Nothing simple helps.")
         )
     finish({"model": config.model, "base": config.base, "task": config.task} | found.summary())
+    if not found.fits:
+        raise typer.Exit(1)

@@ -1,14 +1,12 @@
 """`qerl train` and `qerl config`."""
 
-import os
-import sys
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qerl.cli.words import Overrides, Recipe, split_words
+from qerl.cli.words import Overrides, Recipe, look_here, split_words
 from qerl.console import finish, say, screen
 from qerl.recipe import load_config, settings, training_recipe
 
@@ -28,8 +26,7 @@ def train(
     from qerl.rl.folder import resumed_config
     from qerl.rl.run import train as run
 
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a script does not look for your reward functions where it is called
+    look_here()
     recipe, overrides = split_words(words)
     recipe, about = training_recipe(recipe, overrides)
     config = load_config(recipe, overrides)

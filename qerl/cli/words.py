@@ -1,5 +1,7 @@
-"""Arguments that several commands share."""
+"""Arguments that several commands share, and where they look for your modules."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,3 +19,9 @@ def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     if len(recipes) > 1:
         raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")
     return (Path(recipes[0]) if recipes else None), [word for word in words or [] if "=" in word]
+
+
+def look_here() -> None:
+    """Find modules in the folder where the command is called, your reward functions: a script does not by itself."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

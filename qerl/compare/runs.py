@@ -24,6 +24,7 @@ class Run:
     folder: Path
     settings: dict[str, Any]  # by dotted keys
     lines: list[dict[str, Any]]  # of metrics.jsonl
+    damage: str = ""  # why it could not be read
 
     @property
     def steps(self) -> int:
@@ -75,9 +76,9 @@ def _read_run(folder: Path) -> Run:
         stored = yaml.safe_load(path.read_text()) if path.is_file() else None
         lines = read_metrics(folder / METRICS)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{folder} can't be read: {error}") from error
+        return Run(folder, {}, [], f"{folder} can't be read: {error}")
     if not isinstance(stored, dict):
-        raise ValueError(f"{folder} has no {CONFIG} with a run's settings.")
+        return Run(folder, {}, [], f"{folder} has no {CONFIG} with a run's settings.")
     defaults = {entry.key: _plain(entry.value) for entry in settings(Config())}
     return Run(folder, defaults | _flat(stored), lines)
 

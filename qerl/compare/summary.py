@@ -56,7 +56,9 @@ class Comparison:
 def compare(folders: Sequence[Path], out: Path) -> Comparison:
     """Reads the runs, draws by_step.png and by_seconds.png into `out`, and writes comparison.json there."""
     runs = read_runs(folders)
-    notes = [f"{run.folder} has not finished a step; it is left out." for run in runs if run.steps == 0]
+    notes = [
+        f"{run.damage or f'{run.folder} has not finished a step.'} It is left out." for run in runs if run.steps == 0
+    ]
     runs = [run for run in runs if run.steps > 0]
     if not runs:
         raise ValueError(f"Nothing to compare yet: {' '.join(notes)}")

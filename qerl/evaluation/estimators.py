@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 10_000
+FEW = 10  # questions; of fewer, a bootstrap's interval is too narrow, of equal ones a point
 PIECE = 1 << 22  # numbers drawn at a time
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 
@@ -47,18 +48,19 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float], seed: int = 0) -> Estimate:
-    """The mean over questions. Where each counts 0 or 1 the interval is Wilson's, which also holds where all are equal;
-    else it is a bootstrap over questions."""
+    """The mean over questions, each from 0 to 1. Where each counts 0 or 1, or all are equal, or they are few, the
+    interval is Wilson's: shares of the same mean vary no more than zeros and ones, so it is rather too wide for them.
+    Else it is a bootstrap over questions."""
     if not values:
         return Estimate(math.nan, math.nan, math.nan)
-    if all(value in (0.0, 1.0) for value in values):
-        return wilson(sum(value == 1.0 for value in values), len(values))
+    if len(values) < FEW or len(set(values)) == 1 or all(value in (0.0, 1.0) for value in values):
+        return wilson(math.fsum(values), len(values))
     low, high = np.quantile(_resampled(values, seed), (0.025, 0.975))
     return Estimate(float(np.mean(values)), float(low), float(high))
 
 
-def wilson(right: int, count: int) -> Estimate:
-    """Wilson's score interval of a proportion."""
+def wilson(right: float, count: int) -> Estimate:
+    """Wilson's score interval of a proportion; right may be a sum of shares."""
     share, room = right / count, Z95 * Z95 / count
     middle = (share + room / 2) / (1 + room)
     half = math.sqrt(share * (1 - share) * room + room * room / 4) / (1 + room)

@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qerl.model.adapter import CONFIG, WEIGHTS, read_settings
-from qerl.quant.checkpoint import resolve
+from qerl.quant.checkpoint import read_config, resolve
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Job:
         that stands here makes it another one."""
         return {
             "model": self.model,
-            "weights": _weights(resolve(self.model)),
+            "weights": _weights(resolve(self.model, read_config)),
             "adapter": None if self.adapter is None else str(self.adapter),
             "adapter_sha256": None if self.adapter is None else _adapter(self.adapter),
             "base": self.base,
@@ -65,8 +66,10 @@ class Job:
         if self.out is not None:
             return self.out
         digest = hashlib.sha256(json.dumps(self.settings()).encode()).hexdigest()[:8]
-        name = Path(self.model).name or "model"
-        return Path("evals") / f"{name}-{self.base}{'-adapter' if self.adapter else ''}-{digest}"
+        tasks = "+".join(Path(task).stem for task in self.tasks) if len(self.tasks) < 4 else f"{len(self.tasks)}-tasks"
+        drawn = "greedy" if self.temperature == 0 else f"t{self.temperature:g}"
+        parts = (Path(self.model).name or "model", self.base, *(["adapter"] if self.adapter else []), tasks, drawn)
+        return Path("evals") / re.sub(r"[^A-Za-z0-9._+-]+", "-", "-".join((*parts, digest)))
 
 
 def _weights(folder: Path) -> str:

@@ -1,8 +1,9 @@
 """A folder of results: settings.json, a file of samples a task, written as they are graded, then results.json.
 
 A line of samples is one completion: task, id (the question's place among the task's held-out rows), sample, prompt,
-completion, answer (as the grader reads it), right (the row's answer), score (null: the grader does not apply),
-finish_reason, tokens.
+completion, answer (as the grader reads it), finish_reason, tokens, right (the row's answer), graded_by (what the score
+depends on, see grading.py), score (null: the grader does not apply), and grading_error where the grader failed. A
+sample that was graded again has several lines; the last one counts.
 """
 
 import json
@@ -23,8 +24,10 @@ Lines = dict[tuple[int, int], Line]  # by question and sample
 
 @contextmanager
 def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """Inside, the folder is this process's own, and holds results of these settings only."""
+    """Inside, the folder is this process's own, and holds results of these settings only. A new one that gets no sample
+    is removed again."""
     path = folder / SETTINGS
+    new = not folder.exists()
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists() and any(folder.iterdir()):
@@ -35,7 +38,12 @@ def claimed(folder: Path, settings: dict[str, Any]) -> Iterator[None]:
             raise ValueError(f"{folder} holds results with another {', '.join(odd)}. Name another --out.")
         with writable(folder):
             write_json(path, settings)
-        yield
+        try:
+            yield
+        finally:
+            if new and [file.name for file in folder.iterdir()] == [SETTINGS]:
+                path.unlink()
+                folder.rmdir()
 
 
 def samples_file(folder: Path, task: str) -> Path:

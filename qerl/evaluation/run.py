@@ -1,11 +1,12 @@
 """`qerl eval` as a function: questions through our engine, noise off, graded while others are still being sampled.
 
 Samples are written as they are graded. The same job goes on where an earlier one was broken off; what is complete is
-not sampled again, and a job that is complete loads no model at all.
+not sampled again, and a job that is complete loads no model at all. Scores of a grader or of data that have changed
+since, and samples whose grader raised, are graded again.
 """
 
 import json
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any, Self, TextIO
 
 from qerl.engine.engine import Engine
 from qerl.evaluation.answers import given_answer
+from qerl.evaluation.grading import Grading, marks
 from qerl.evaluation.job import Job
 from qerl.evaluation.questions import Questions, load_questions
 from qerl.evaluation.results import RESULTS, Line, Lines, claimed, read_samples, samples_file
@@ -25,13 +27,11 @@ from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
 from qerl.quant.partial import write_json
 from qerl.records import Completion, Request, Sampling
-from qerl.tasks.rewards import Rewards, TrainerState, reward_name
-from qerl.tasks.workers import Workers
+from qerl.tasks.rewards import reward_name
+from qerl.tasks.workers import Graded, Workers
 
 BATCH = 16  # completions whose scores are asked for together
 LAG = 16  # completions that graders may be behind before sampling waits for them
-
-STATE = TrainerState(0, 0)
 
 
 def evaluate(job: Job) -> dict[str, Any]:
@@ -57,15 +57,16 @@ class Evaluation:
         )
         self.questions = [load_questions(job, task) for task in job.tasks]
         self.settings, self.folder = job.settings(), job.folder()
-        self.failures: Counter[str] = Counter()  # samples that graders failed on, by reason
-        self.first_failure: dict[str, str] = {}  # what happened to the first of each
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             opened.enter_context(claimed(self.folder, self.settings))
             self.workers = opened.enter_context(Workers(self.job.workers))
-            self.done = {questions.task: self._earlier(questions) for questions in self.questions}
+            self.gradings = {one.task: Grading(one, self.workers) for one in self.questions}
+            earlier = {one.task: self._earlier(one) for one in self.questions}
+            self.done = {task: done for task, (done, _) in earlier.items()}
+            self.stale = {task: stale for task, (_, stale) in earlier.items()}
             self._open = opened.pop_all()
         return self
 
@@ -81,28 +82,45 @@ class Evaluation:
     def missing(self) -> int:
         return sum(1 for questions in self.questions for _ in self._missing(questions))
 
+    @property
+    def regraded(self) -> int:
+        """How many of those missing have been sampled, and only need their score."""
+        return sum(len(stale) for stale in self.stale.values())
+
     def samples(self) -> Generator[Line, None, None]:
-        """Samples what is missing: each new line when it has been graded and written."""
+        """Grades what lacks a score, then samples what is missing: each new line when it has been graded and
+        written."""
+        for questions in self.questions:
+            if self.stale[questions.task]:
+                with self._file(questions) as file:
+                    yield from self._regrade(questions, file)
         if not self.missing:
             return
         engine, prompt_ids = self._engine()
         for questions in self.questions:
-            if next(self._missing(questions), None) is None:
-                continue
-            path = samples_file(self.folder, questions.task)
-            drop_torn_line(path)
-            with open(path, "a", encoding="utf-8") as file:
-                yield from self._task(questions, engine, prompt_ids[questions.task], file)
+            if next(self._missing(questions), None) is not None:
+                with self._file(questions) as file:
+                    yield from self._task(questions, engine, prompt_ids[questions.task], file)
 
     def results(self) -> dict[str, Any]:
-        """Scores of all tasks, with the settings; written to results.json."""
+        """Scores of the job's tasks, with the settings; written to results.json, beside those of other tasks there."""
         tasks = {}
         for questions in self.questions:
             lines = [self.done[questions.task][key] for key in self._wanted(questions)]
             tasks[questions.task] = summary(lines, self.job.k, self.workers if questions.votes else None)
         results = {"settings": self.settings, "tasks": tasks}
-        write_json(self.folder / RESULTS, results)
+        path = self.folder / RESULTS
+        before = json.loads(path.read_text())["tasks"] if path.exists() else {}
+        write_json(path, results | {"tasks": before | tasks})
         return results
+
+    def grading_errors(self) -> dict[str, tuple[int, dict[str, str]]]:
+        """By task: how many samples its grader failed on, and the first failure's reason and detail."""
+        failed = {
+            task: [line["grading_error"] for line in done.values() if "grading_error" in line]
+            for task, done in self.done.items()
+        }
+        return {task: (len(lines), lines[0]) for task, lines in failed.items() if lines}
 
     def _engine(self) -> tuple[Engine, dict[str, list[tuple[int, ...]]]]:
         """The engine on the model with its adapter, and the questions as tokens."""
@@ -122,33 +140,66 @@ class Evaluation:
     def _missing(self, questions: Questions) -> Iterator[tuple[int, int]]:
         return (key for key in self._wanted(questions) if key not in self.done[questions.task])
 
-    def _earlier(self, questions: Questions) -> Lines:
-        """What an earlier run wrote; refused where its questions are others."""
+    def _file(self, questions: Questions) -> TextIO:
         path = samples_file(self.folder, questions.task)
+        drop_torn_line(path)
+        return open(path, "a", encoding="utf-8")
+
+    def _earlier(self, questions: Questions) -> tuple[Lines, Lines]:
+        """What an earlier run wrote: lines whose score holds, and those to be graded again. Refused where its questions
+        are others, or more than are asked for now."""
+        path, grading = samples_file(self.folder, questions.task), self.gradings[questions.task]
         lines = read_samples(path) if path.exists() else {}
-        for (i, _), line in lines.items():
-            if i < len(questions.rows) and line["prompt"] != questions.rows[i]["prompt"]:
+        wanted = set(self._wanted(questions))
+        for key, line in lines.items():
+            if key not in wanted:
+                raise ValueError(
+                    f"{path} holds more samples than are asked for now, so that its results would be replaced by those "
+                    f"of fewer. Ask for as many as before (--limit, --k), or name another --out."
+                )
+            if line["prompt"] != questions.rows[line["id"]]["prompt"]:
                 raise ValueError(f"{path} holds other questions than {questions.task} now has. Name another --out.")
-        return lines
+        done = {key: line for key, line in lines.items() if grading.holds(line)}
+        return done, {key: line for key, line in lines.items() if key not in done} if grading.again else {}
+
+    def _regrade(self, questions: Questions, file: TextIO) -> Iterator[Line]:
+        """Scores of completions that are there; the last line of a sample is the one that counts."""
+        grading, stale = self.gradings[questions.task], self.stale[questions.task]
+        while stale:
+            batch = list(islice(stale, BATCH))
+            found = grading.grade(batch, [stale[key]["completion"] for key in batch], [()] * len(batch))
+            for key, graded in zip(batch, found, strict=True):
+                line = {name: value for name, value in stale.pop(key).items() if name != "grading_error"}
+                line |= self._graded(questions, key[0], graded, line.get("error", ""))
+                self._write(file, line)
+                yield line
+
+    def _graded(self, questions: Questions, question: int, graded: Graded, refused: str) -> Line:
+        """The part of a line that grading gives. What the engine refused is wrong, whatever its grader says."""
+        given = {"score": 0.0} if refused else marks(graded)
+        right, mark = questions.rows[question].get("answer"), self.gradings[questions.task].mark(question)
+        return {"right": right, "graded_by": mark} | given
+
+    def _write(self, file: TextIO, line: Line) -> None:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+        self.done[line["task"]][line["id"], line["sample"]] = line
 
     def _task(
         self, questions: Questions, engine: Engine, prompt_ids: Sequence[tuple[int, ...]], file: TextIO
     ) -> Iterator[Line]:
         """Completions as they end, to the graders at once and into the file a little later."""
-        rewards = Rewards([questions.reward], workers=self.workers)
-        done = self.done[questions.task]
+        grading, done = self.gradings[questions.task], self.done[questions.task]
         asked = sorted({i for i, _ in self._missing(questions)})
         requests = [Request(i, prompt_ids[i], self.job.k) for i in asked]
         sampling = replace(self.sampling, stop_ids=self.stop_ids)
         pending: deque[Completion] = deque()
 
-        def graded(count: int, begun: bool) -> list[Line]:
+        def graded(count: int) -> list[Line]:
             """The first `count` of those pending, graded, written, and only then pending no more."""
             batch = list(islice(pending, count))
-            lines = self._lines(questions, rewards, batch, begun)
+            lines = self._lines(questions, batch)
             for line in lines:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
-                done[line["id"], line["sample"]] = line
+                self._write(file, line)
             file.flush()
             for _ in batch:
                 pending.popleft()
@@ -159,39 +210,33 @@ class Evaluation:
                 for completion in stream:
                     if _key(completion) in done:  # a question that was broken off is sampled again as a whole
                         continue
-                    rewards.begin(_key(completion), questions.rows[completion.request], completion.text)
+                    grading.begin(_key(completion), completion.request, completion.text)
                     pending.append(completion)
                     if len(pending) == BATCH + LAG:
-                        yield from graded(BATCH, begun=True)
-            yield from graded(len(pending), begun=True)
+                        yield from graded(BATCH)
+            yield from graded(len(pending))
         finally:
             if pending:  # broken off: nothing that was sampled is lost
-                graded(len(pending), begun=False)
+                graded(len(pending))
 
-    def _lines(self, questions: Questions, rewards: Rewards, batch: list[Completion], begun: bool) -> list[Line]:
-        rows = [questions.rows[completion.request] for completion in batch]
-        texts, ids = [one.text for one in batch], [one.token_ids for one in batch]
-        scores = rewards.score(rows, texts, ids, STATE, [_key(one) for one in batch] if begun else None)
-        self.failures.update(scores.failures)
-        for failed in (one for samples in scores.failed.values() for one in samples):
-            self.first_failure.setdefault(str(failed.reason), failed.detail)
-        (values,) = scores.values
+    def _lines(self, questions: Questions, batch: list[Completion]) -> list[Line]:
+        keys, texts = [_key(one) for one in batch], [one.text for one in batch]
+        found = self.gradings[questions.task].grade(keys, texts, [one.token_ids for one in batch])
         name = reward_name(questions.reward)
         return [
             {
                 "task": questions.task,
                 "id": completion.request,
                 "sample": completion.sample,
-                "prompt": row["prompt"],
+                "prompt": questions.rows[completion.request]["prompt"],
                 "completion": completion.text,
                 "answer": given_answer(name, completion.text),
-                "right": row.get("answer"),
-                "score": 0.0 if completion.error else None if score != score else score,
                 "finish_reason": completion.finish_reason,
                 "tokens": len(completion.token_ids),
             }
             | ({"error": completion.error} if completion.error else {})
-            for completion, row, score in zip(batch, rows, values, strict=True)
+            | self._graded(questions, completion.request, graded, completion.error)
+            for completion, graded in zip(batch, found, strict=True)
         ]
 
 

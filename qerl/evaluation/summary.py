@@ -13,7 +13,8 @@ def summary(lines: Sequence[Line], k: int, voters: Workers | None) -> dict[str, 
     """pass@1 averaged over k samples, pass@2, pass@4 .. pass@k, and maj@k where there is somebody to count votes.
 
     A sample is right if its score is 1 (part marks show in `mean_score` only). Questions that their grader does not
-    apply to are left out and counted; a prompt that the engine refused is wrong.
+    apply to are left out and counted; a prompt that the engine refused is wrong, and so is a sample that its grader
+    failed on (`grading_errors`).
     """
     by_question: dict[int, list[Line]] = {}
     for line in lines:
@@ -27,6 +28,7 @@ def summary(lines: Sequence[Line], k: int, voters: Workers | None) -> dict[str, 
     return {
         "questions": len(graded),
         "not_graded": len(by_question) - len(graded),
+        "grading_errors": sum("grading_error" in line for line in lines),
         "k": k,
         **{name: _columns(found) for name, found in scores.items()},
         "mean_score": sum(numbers) / len(numbers) if numbers else None,

@@ -5,10 +5,13 @@ entry points, so its own command can't know of `qerl`. `qerl lm-eval` is that co
 import this module and call `lm_eval.simple_evaluate(model="qerl", ...)`. Noise is always off.
 """
 
+import inspect
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -25,6 +28,10 @@ from qerl.records import Request, Sampling
 # What a task may ask of generation; anything else would be ignored in silence.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 HANDLED = {*SAMPLING, "until", "max_gen_toks", "do_sample", "use_cache"}
+
+DEVICE = "cuda:0"  # what lm-eval's command hands over where nobody named a device
+
+log = logging.getLogger(__name__)
 
 
 def run_command() -> None:
@@ -63,6 +70,24 @@ class QerlLM(TemplateLM):  # type: ignore[misc]
         self.max_length = min(max_length or self.model.arch.max_positions, self.model.arch.max_positions)
         self.max_gen_toks, self.add_bos_token, self.seed = max_gen_toks, add_bos_token, seed
         self._device = self.model.device
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+        return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+        """What model_args say goes before lm-eval's own `--device` and `--batch_size`, which are always there."""
+        known = list(inspect.signature(cls).parameters)
+        if odd := [key for key in arg_dict if key not in known]:
+            raise ValueError(f"model_args has no {', '.join(odd)}; there are {', '.join(known)}.")
+        if not arg_dict.get("pretrained"):
+            raise ValueError("model_args must name the model: --model_args pretrained=FOLDER_OR_HUB_ID.")
+        both = {**(additional_config or {}), **arg_dict}
+        if both.get("device") == DEVICE and "device" not in arg_dict and not torch.cuda.is_available():
+            log.warning("There is no GPU: computing on the CPU. (--device names a device.)")
+            both["device"] = "cpu"
+        return cls(**{key: value for key, value in both.items() if value is not None})
 
     @property
     def eot_token_id(self) -> int:

@@ -106,6 +106,8 @@ def save_adapter(model: Decoder, folder: Path | str, base_model: str = "") -> No
 def read_settings(folder: Path) -> LoraSettings:
     """A PEFT folder's settings; features that would be silently lost are refused by name."""
     path = folder / CONFIG
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {folder}. An adapter is RUN/adapter, RUN/checkpoints/step-N/adapter, ...")
     if not path.is_file():
         inside = f" Did you mean {folder / 'adapter'}?" if (folder / "adapter" / CONFIG).is_file() else ""
         raise ValueError(f"{folder} has no {CONFIG}: it is not a PEFT adapter folder.{inside}")
@@ -149,10 +151,15 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSettings:
     shapes = _expected(model, settings)
     if stored.keys() != shapes.keys():
         odd = sorted(stored.keys() ^ shapes.keys())
-        raise ValueError(f"{folder} does not fit this model: {len(odd)} tensors on one side only, such as {odd[0]}.")
+        raise ValueError(
+            f"{folder} does not fit this model: {len(odd)} tensors on one side only, such as {odd[0]}. "
+            + _models(model, folder)
+        )
     for name, shape in shapes.items():
         if (found := tuple(stored[name].shape)) != shape:
-            raise ValueError(f"{folder} does not fit this model: {name} has shape {found}, not {shape}.")
+            raise ValueError(
+                f"{folder} does not fit this model: {name} has shape {found}, not {shape}. {_models(model, folder)}"
+            )
     if model.lora is None:
         add_lora(model, settings)
     elif {name: tuple(tensor.shape) for name, tensor, _ in _tensors(model)} != shapes:
@@ -165,6 +172,11 @@ def load_adapter(model: Decoder, folder: Path | str) -> LoraSettings:
     for name, _, write in _tensors(model):
         write(stored[name])
     return settings
+
+
+def _models(model: Decoder, folder: Path) -> str:
+    named = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+    return f"It was made for {named or 'a model that it does not name'}; this is {model.source}."
 
 
 def _expected(model: Decoder, settings: LoraSettings) -> dict[str, tuple[int, ...]]:

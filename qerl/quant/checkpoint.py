@@ -102,8 +102,9 @@ def _download(model: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        said = str(error).splitlines()[0].rstrip(" .:")
         raise ValueError(
-            f"There is no local folder {model}, and the hub gave no model of that id: {str(error).splitlines()[0]} "
+            f"There is no local folder {model}, and the hub gave no model of that id ({said}). "
             "Check the name, the network, and for gated models `hf auth login`."
         ) from error
 
@@ -111,9 +112,10 @@ def _download(model: str, patterns: list[str]) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"{folder} has no config.json: it is not a model checkpoint folder. Name the one that holds it."
-        )
+        remedy = "Name the one that holds it."
+        if (folder / "metrics.jsonl").is_file():  # a run's folder
+            remedy = f"It is a run: name the model it was trained on (--model), and {folder / 'adapter'} as --adapter."
+        raise ValueError(f"{folder} has no config.json: it is not a model checkpoint folder. {remedy}")
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:

@@ -30,6 +30,7 @@ class Plan:
     memory: Footprint
     gpu_gb: float
     fits: bool
+    sequences: int  # decoded at a time, at most: a step's completions, or an evaluation's questions if those are more
     whole_sequences: int  # that the cache holds at their longest
     advice: str  # what would fit, where this does not
 
@@ -39,12 +40,13 @@ class Plan:
         gpu = int(self.gpu_gb * GB)
         peaks = {"updating": self.memory.updating(gpu), "sampling": self.memory.sampling(gpu)}
         peaks |= {"cache": self.memory.cache(gpu), "torch_update_peak": self.memory.update_peak}
+        peaks |= {"workspace": self.memory.workspace_for(gpu)}  # of the cache that this GPU has room for
         return found | {"memory_gb": parts | {key: round(value / GB, 3) for key, value in peaks.items()}}
 
 
 def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
     if gpu_gb <= 0:
-        raise ValueError(f"A GPU has more than {gpu_gb:g} GB of memory.")
+        raise ValueError(f"--gpu is the GPU's memory in GB, such as 80: {gpu_gb:g} is not above 0.")
     shape, rows, gpu = shape_of(config.model), training_rows(config), int(gpu_gb * GB)
     steps = total_steps(config, rows or 0) if rows is not None or config.max_steps >= 0 else None
     completions = config.prompts_per_step * config.num_generations
@@ -65,6 +67,7 @@ def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
         memory=parts,
         gpu_gb=gpu_gb,
         fits=fits,
+        sequences=parts.cache_wanted // parts.cache_each,
         whole_sequences=parts.cache(gpu) // parts.cache_each,
         advice="" if fits else advice(config, shape, gpu),
     )
@@ -93,6 +96,7 @@ def advice(config: Config, shape: Shape, gpu: int) -> str:
         {"optim": "adamw_8bit"},
         *({"micro_batch_tokens": n} for n in (16384, 8192, 4096) if longest <= n < config.micro_batch_tokens),
         {"micro_batch_tokens": longest},
+        *([{"base": "bf16"}] if config.base == "full" else []),  # LoRA instead of all weights
         {"base": "nvfp4"},
         {"max_completion_length": shorter, "micro_batch_tokens": config.max_prompt_length + shorter},
         {"base": "nvfp4", "optim": "adamw_8bit", "recompute": True, "micro_batch_tokens": longest},

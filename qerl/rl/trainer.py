@@ -80,8 +80,8 @@ class Trainer:
                     self.stop_if_not_finite()
             except KeyboardInterrupt as error:
                 raise Interrupted(
-                    f"Stopped after step {state.step} of {self.total_steps}. To go on: --resume with "
-                    f"output_dir={config.output_dir} (from Python: the same call with resume=True)."
+                    f"Stopped after step {state.step} of {self.total_steps}. To go on: "
+                    f"qerl train --resume output_dir={config.output_dir} (from Python: the same call with resume=True)."
                 ) from error
             finally:
                 if 0 < state.step < self.total_steps and not self.interrupts.broken:

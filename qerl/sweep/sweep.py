@@ -116,9 +116,11 @@ def _wait(process: subprocess.Popen[bytes], grid: Grid, metrics: Path, on_line: 
             asked += 1  # the run breaks its update off at a second one; a third ends it without asking
             process.send_signal(signal.SIGINT if asked < 3 else signal.SIGKILL)
     if asked:
+        begun = any(_last_line(grid.folder / point.name / METRICS) for point in grid.points)
         raise Interrupted(
             f"Interrupted; {metrics.parent.name} saved what it had. Run the same command again to go on: finished runs "
-            f"are skipped, and this one resumes. `qerl compare {grid.folder}` shows what is there."
+            "are skipped, and this one resumes."
+            + (f" `qerl compare {grid.folder}` shows what is there." if begun else " No run has finished a step yet.")
         ) from KeyboardInterrupt()
 
 

@@ -10,6 +10,7 @@ from qerl.cli.compare import compare as command
 from qerl.compare.curves import band, curve, seconds_of
 from qerl.compare.runs import group_runs, read_runs
 from qerl.compare.summary import compare
+from qerl.console import screen
 from qerl.recipe import default_recipe, load_config
 from qerl.rl.folder import write_config
 
@@ -90,6 +91,37 @@ def test_runs_of_another_version_are_read_and_many_differences_give_way_to_the_f
     groups = group_runs(read_runs([tmp_path]))
     assert [group.label for group in groups] == ["new", "old"]
     assert set(groups[0].settings) == {"gone", "lora_r", "beta", "top_k"}
+
+
+def test_a_damaged_run_is_named_by_its_line_and_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "whole", [1.0])
+    broken = write_run(tmp_path / "runs" / "broken", [1.0, 2.0])
+    lines = (broken / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (broken / "metrics.jsonl").write_text("".join([lines[0], '{"step": \n', *lines[2:]]))
+    made = compare([tmp_path / "runs"], tmp_path / "out")
+    assert [group.label for group in made.groups] == ["whole"]
+    assert "Line 2 of" in made.notes[0]
+    assert made.notes[0].endswith("It is left out.")
+    with pytest.raises(ValueError, match=r"Nothing to compare yet: .*Line 2 of"):
+        compare([broken], tmp_path / "out")
+
+
+def test_held_out_accuracy_is_shown_whole_on_a_narrow_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(screen, "_width", 80)
+    for seed, schedule in ((0, "off"), (1, "off"), (0, "exponential")):
+        words = (f"seed={seed}", f"noise.schedule={schedule}", f"learning_rate={3.25e-5 * (schedule == 'off') + 1e-5}")
+        folder = write_run(tmp_path / "runs" / f"{schedule}{seed}", [0.123, 0.456], *words)
+        more = {"accuracy": 0.1234 + seed / 70, "eval_reward": 0.12345, "eval_accuracy": 0.8126 + seed / 7}
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": 2, "time": 300.0} | more) + "\n")
+    command([tmp_path / "runs"], tmp_path / "out")
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    cells = [[cell.strip() for cell in line.split("│")] for line in shown.splitlines() if line.startswith("│")]
+    assert cells[0][4] == "0.813"  # runs, seeds, steps, then what matters most
+    assert {"0.884", "±0.1"} <= {row[4] for row in cells}
 
 
 def test_the_command_ends_in_json_and_says_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,13 @@ def test_shares_get_a_bootstrap_over_questions() -> None:
     assert math.isnan(estimate([]).value)
 
 
+def test_few_or_equal_shares_get_an_interval_that_is_not_a_point() -> None:
+    for values in ([0.5, 0.5], [0.5] * 40, [0.25, 0.75]):
+        judge = stats.binomtest(len(values) // 2, len(values)).proportion_ci(method="wilson")
+        found = estimate(values)
+        assert (found.value, found.low, found.high) == pytest.approx((0.5, judge.low, judge.high))
+
+
 def test_a_paired_comparison_sees_what_unpaired_scores_hide() -> None:
     draw = np.random.default_rng(3)
     a = (draw.random(300) < 0.5).astype(float)

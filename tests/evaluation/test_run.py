@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -165,7 +166,8 @@ def test_other_settings_do_not_mix_into_a_folder_of_results(job: Job, tmp_path: 
         ({"k": 2}, "give a temperature"),
         ({"tasks": ()}, "one or more tasks"),
         ({"tasks": ("gsm8j",)}, "Did you mean gsm8k"),
-        ({"adapter": Path("nowhere")}, "not a PEFT adapter"),
+        ({"adapter": Path("nowhere")}, "There is no folder nowhere"),
+        ({"model": "run"}, "name the model it was trained on"),
         ({"tasks": ("mine.jsonl",)}, "brings no reward"),
         ({"tasks": ("mine.jsonl",), "reward": "nothing"}, "no reward 'nothing'"),
         ({"top_p": 2.0}, "top_p must be"),
@@ -176,9 +178,66 @@ def test_bad_jobs_are_refused_before_a_model_is_loaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
     with pytest.raises(ValueError, match=message):
         Evaluation(replace(job, **changes))
     assert not (tmp_path / "results").exists()
+
+
+def test_scores_of_a_grader_or_data_that_changed_are_not_kept(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    grader, data = tmp_path / "changing_grader.py", tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "12+31=", "answer": "43"}\n{"prompt": "1+1=", "answer": "2"}\n')
+    grader.write_text("def always(text, row):\n    return 1.0\n")
+    mine = replace(job, tasks=(str(data),), reward="changing_grader:always", limit=None, max_tokens=4)
+
+    def scores() -> tuple[int, list[float], int]:
+        """How many were graded, all scores, and how many the grader failed on."""
+        with Evaluation(mine) as evaluation:
+            monkeypatch.setattr(evaluation, "_engine", None)  # nothing is sampled again
+            graded = len(list(evaluation.samples()))
+            found = evaluation.results()["tasks"][str(data)]["grading_errors"]
+        lines = read_samples(samples_file(mine.folder(), str(data)))
+        return graded, [line["score"] for line in lines.values()], found
+
+    evaluate(mine)
+    assert scores() == (0, [1.0, 1.0], 0)
+    grader.write_text("def always(text, row):\n    return float(row['answer'] == '43')\n")
+    assert scores() == (2, [1.0, 0.0], 0)
+    data.write_text(data.read_text().replace('"2"', '"43"'))
+    assert scores() == (1, [1.0, 1.0], 0)
+    grader.write_text("def always(text, row):\n    return 1 / (row['answer'] != '43')\n")
+    assert scores() == (2, [0.0, 0.0], 2)
+    with Evaluation(mine) as evaluation:
+        assert evaluation.missing == evaluation.regraded == 2  # what the grader raised on does not count as done
+        list(evaluation.samples())
+        assert "division by zero" in evaluation.grading_errors()[str(data)][1]["detail"]
+
+
+def test_the_default_folder_says_what_is_in_it_and_goes_where_nothing_was_sampled(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = replace(job, out=None, tasks=("a/mine.jsonl", "gsm8k"), k=4, temperature=0.6).folder().name
+    assert re.fullmatch(r"tiny-bf16-mine\+gsm8k-t0\.6-[0-9a-f]{8}", name)
+    assert "-arithmetic-greedy-" in replace(job, out=None).folder().name
+    broken = replace(job, out=None, dtype="float3")
+    with pytest.raises(ValueError, match="float3"):
+        evaluate(broken)
+    assert not broken.folder().exists()
+
+
+def test_fewer_questions_do_not_replace_the_results_of_more(job: Job) -> None:
+    evaluate(replace(job, limit=3, max_tokens=4))
+    kept = (job.folder() / "results.json").read_text()
+    with pytest.raises(ValueError, match="more samples than are asked for"):
+        evaluate(replace(job, limit=2, max_tokens=4))
+    assert (job.folder() / "results.json").read_text() == kept
+    evaluate(replace(job, limit=2, max_tokens=4, tasks=("countdown",)))
+    assert json.loads((job.folder() / "results.json").read_text())["tasks"].keys() == {"arithmetic", "countdown"}
 
 
 def test_rows_of_ones_own_and_prompts_that_do_not_fit(job: Job, tmp_path: Path) -> None:

@@ -152,6 +152,22 @@ test_split: test
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_lm_evals_default_device_is_the_cpu_and_model_args_may_name_one(folder: Path) -> None:
+    words = f"pretrained={folder},base=bf16,dtype=float32"
+    assert QerlLM.create_from_arg_string(words, {"device": "cuda:0", "batch_size": 1}).device.type == "cpu"
+    assert QerlLM.create_from_arg_string(f"{words},device=cpu", {"device": "cuda:7"}).device.type == "cpu"
+    with pytest.raises(ValueError, match="no device cuda:7"):
+        QerlLM.create_from_arg_string(words, {"device": "cuda:7"})
+
+
+def test_model_args_that_do_not_exist_are_named() -> None:
+    with pytest.raises(ValueError, match="model_args has no peft; there are pretrained, base, adapter"):
+        QerlLM.create_from_arg_obj({"pretrained": "nowhere", "peft": "x"}, {"device": "cpu"})
+    with pytest.raises(ValueError, match="must name the model"):
+        QerlLM.create_from_arg_string("base=bf16", None)
+
+
 def test_the_command_is_lm_evals_own_with_our_model_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)  # the command writes there; put back afterwards
     done = CliRunner().invoke(app, ["lm-eval", "--help"])

@@ -49,7 +49,7 @@ def test_other_rows_change_nothing(splits: int) -> None:
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
-    assert [splits_for(rows * 4, 32768, 132) for rows in (1, 8, 32, 64, 128, 256)] == [32, 16, 4, 2, 1, 1]
+    assert [splits_for(rows * 4, 32768, 132) for rows in (1, 8, 32, 64, 128, 256)] == [32, 8, 2, 1, 1, 1]
     assert splits_for(4, 128, 132) == 2
     assert splits_for(1, 1 << 20, 132) == MOST_SPLITS
 

@@ -70,6 +70,25 @@ def test_what_does_not_fit_comes_with_a_change_that_does() -> None:
     assert make_plan(config(model="Qwen/Qwen2.5-32B-Instruct"), 8).advice == ""
 
 
+def test_full_training_that_does_not_fit_is_first_advised_to_be_lora() -> None:
+    assert make_plan(config(base="full"), 40).advice == "base=bf16"
+    with pytest.raises(ValueError, match="-5 is not above 0"):
+        make_plan(config(), -5)
+
+
+def test_the_command_fails_where_it_does_not_fit_and_says_when_the_cache_is_small() -> None:
+    words = ["plan", "model=Qwen/Qwen2.5-7B-Instruct", "task=gsm8k", "max_completion_length=4096"]
+    small = CliRunner().invoke(app, [*words, "--gpu", "3"])
+    assert small.exit_code == 1
+    assert json.loads(small.stdout.splitlines()[-1])["fits"] is False
+    tight = CliRunner().invoke(app, [*words, "prompts_per_step=64", "--gpu", "24"])
+    assert tight.exit_code == 0, tight.output
+    assert "sampling will be slow" in tight.output
+    found = json.loads(tight.stdout.splitlines()[-1])
+    assert found["sequences"] > 4 * found["whole_sequences"]
+    assert f"{found['memory_gb']['workspace']:.2f}" in tight.stdout.partition("{")[0]  # the table's figure
+
+
 def test_the_command_prints_tables_and_one_line_of_json() -> None:
     done = CliRunner().invoke(app, ["plan", "model=tiny", "task=countdown", "max_steps=5", "--gpu", "24"])
     assert done.exit_code == 0, done.output

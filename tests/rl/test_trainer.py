@@ -223,7 +223,7 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: P
             raise KeyboardInterrupt
         return [grade(c, a) for c, a in zip(completions, answer, strict=True)]
 
-    with pytest.raises(Interrupted, match=rf"Stopped after step {step} of 4. To go on: --resume"):
+    with pytest.raises(Interrupted, match=rf"Stopped after step {step} of 4. To go on: qerl train --resume"):
         qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy)
     qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy, resume=True)
     qerl.train(tiny_job(tmp_path / "b", *options), reward_funcs=accuracy)
