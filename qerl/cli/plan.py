@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from qerl.cli.words import split_words
+from qerl.cli.words import Words, split_words
 from qerl.console import finish, say, screen
 from qerl.recipe import load_config, training_recipe
 
@@ -25,14 +25,7 @@ SLOW = 0.25  # share of the sequences that the cache holds, below which sampling
 
 
 def plan(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A recipe (YAML), then settings as key=value, as for qerl train.",
-            metavar="[RECIPE] [KEY=VALUE]...",
-            show_default=False,
-        ),
-    ] = None,
+    words: Words = None,
     gpu: Annotated[float, typer.Option(help="Memory of the GPU, in GB (10^9 bytes).")] = 80.0,
 ) -> None:
     """Steps, tokens and GPU memory of a run, from its settings alone: no GPU, no download.

@@ -6,20 +6,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from qerl.cli.words import Overrides, Recipe, look_here, split_words
+from qerl.cli.words import Overrides, Recipe, Words, look_here, split_words
 from qerl.console import finish, say, screen
 from qerl.recipe import load_config, settings, training_recipe
 
 
 def train(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A recipe (YAML), then settings as key=value. Without either: the tiny model on sums, on a CPU.",
-            metavar="[RECIPE] [KEY=VALUE]...",
-            show_default=False,
-        ),
-    ] = None,
+    words: Words = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in output_dir.")] = False,
 ) -> None:
     """Train a model by reinforcement learning. `qerl config` lists all settings."""

@@ -12,6 +12,15 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings as key=value, by their dotted keys.", show_default=False)
 ]
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="A recipe (YAML), then settings as key=value. Without either: the tiny model on sums, on a CPU.",
+        metavar="[RECIPE] [KEY=VALUE]...",
+        show_default=False,
+    ),
+]
+
 
 def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     """`[RECIPE] [KEY=VALUE]...` as a recipe, if there is one, and overrides."""

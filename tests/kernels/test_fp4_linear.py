@@ -23,7 +23,7 @@ from tests.kernels.devices import DEVICE, judge, normal
 ON_GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # N of the parts, K, rank: odd ones, and those of Qwen2.5 0.5B and 7B.
-ODD = [((60,), 80, 8), ((128, 64, 64), 192, 16), ((320,), 208, 64)]
+ODD = [((60,), 80, 8), ((128, 64, 64), 192, 16), ((320,), 208, 64), ((128, 128), 256, 16)]
 REAL = [((896, 128, 128), 896, 32), ((4864, 4864), 896, 32), ((896,), 4864, 128), ((3584, 512, 512), 3584, 32)]
 SHAPES = [*ODD, *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in REAL)]
 
@@ -64,14 +64,25 @@ def case(sizes: tuple[int, ...], inputs: int, rank: int, form: str = "nvfp4") ->
     return Case(tiles, exact, normal(sum(sizes), seed=7, dtype=DTYPE), low)
 
 
-@pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)
-@pytest.mark.parametrize("cut", [(1, 1, 16, 4, 2, 3), (1, 1, 32, 4, 3, 0), (2, 2, 16, 4, 4, 3), (2, 1, 64, 8, 3, 2)])
-def test_the_tiled_kernel(sizes: tuple[int, ...], inputs: int, rank: int, cut: tuple[int, ...]) -> None:
+PLANS = [Plan(*cut) for cut in ((1, 1, 16, 4, 2, 3), (1, 1, 32, 4, 3, 0), (2, 2, 16, 4, 4, 3), (2, 1, 64, 8, 3, 2))]
+
+
+def divides(plan: Plan, sizes: tuple[int, ...], inputs: int) -> bool:
+    groups, k_tiles = -(-sum(sizes) // 64), -(-inputs // 64)
+    return not (groups % plan.nr or k_tiles % plan.kr or any(size % (64 * plan.nr) for size in sizes[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inputs", "rank", "plan"),
+    [
+        pytest.param(*shape, plan, marks=[pytest.mark.gpu] if shape in REAL else [])
+        for shape in [*ODD, *REAL]
+        for plan in PLANS
+        if divides(plan, *shape[:2])
+    ],
+)
+def test_the_tiled_kernel(sizes: tuple[int, ...], inputs: int, rank: int, plan: Plan) -> None:
     one = case(sizes, inputs, rank)
-    strips, k_tiles = one.tiles.words.shape[:2]
-    plan = Plan(*cut)
-    if strips % (4 * plan.nr) or k_tiles % plan.kr or any(size % (64 * plan.nr) for size in sizes[:-1]):
-        pytest.skip("the cut does not divide the shape")
     for rows in (1, 5, 40) if not ON_GPU else (1, 8, 33, 100, 300):
         one.judged(lambda x: tiled_linear(x, one.tiles, one.bias, one.low, plan), rows)
 
@@ -88,15 +99,16 @@ def test_what_is_chosen_by_itself(sizes: tuple[int, ...], inputs: int, rank: int
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("sizes", "inputs", "rank"), [*ODD, *REAL])
-@pytest.mark.parametrize("k_parts", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("sizes", "inputs", "rank", "k_parts"),
+    # K must have so many tiles, and its part of x must fit into shared memory.
+    [(*shape, parts) for shape in [*ODD, *REAL] for parts in (1, 2, 3) if 64 * parts <= shape[1] <= 2048 * parts],
+)
 @pytest.mark.parametrize("cut", [(8, 4, 2), (16, 2, 4), (4, 3, 1)])
 def test_the_skinny_kernel(
     sizes: tuple[int, ...], inputs: int, rank: int, k_parts: int, cut: tuple[int, int, int]
 ) -> None:
     one = case(sizes, inputs, rank)
-    if one.tiles.words.shape[1] < k_parts or inputs / k_parts > 2048:
-        pytest.skip("K is too short for so many parts, or x too long for shared memory")
     for rows in (1, 7, 8, 16):
         plan = SkinnyPlan(k_parts, 132 // k_parts, *cut, blocks=1)
         one.judged(lambda x, plan=plan: skinny_linear(x, one.tiles, one.bias, one.low, False, plan), rows)

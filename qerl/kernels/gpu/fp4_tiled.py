@@ -22,26 +22,27 @@ from qerl.kernels.gpu.low_rank import inner
 from qerl.kernels.low_rank import LowRank
 
 # Two words and their scales' four bytes -> eight bf16 pairs. A pair is a shift and a mask away from |code| 2^-126; byte
-# b becomes the bf16 0x7000 | b << 4 in both halves.
+# b becomes the bf16 0x7000 | b << 4 in both halves. Products are v s + (-0): Ampere and Ada can't just multiply bf16.
 _DECODE = tl.constexpr("""
 {
- .reg .b32 v, w, low, high;
+ .reg .b32 v, w, low, high, none;
+ mov.b32 none, 0x80008000;
  prmt.b32 low, $10, 0, 0x4040;   mad.lo.u32 low, low, 16, 0x70007000;
  prmt.b32 high, $10, 0, 0x4141;  mad.lo.u32 high, high, 16, 0x70007000;
- and.b32 v, $8, 0x81C081C0;                            mul.bf16x2 $0, v, low;
- shl.b32 v, $8, 3;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $1, v, high;
- shl.b32 v, $8, 6;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $2, v, low;
+ and.b32 v, $8, 0x81C081C0;                            fma.rn.bf16x2 $0, v, low, none;
+ shl.b32 v, $8, 3;   and.b32 v, v, 0x81C081C0;         fma.rn.bf16x2 $1, v, high, none;
+ shl.b32 v, $8, 6;   and.b32 v, v, 0x81C081C0;         fma.rn.bf16x2 $2, v, low, none;
  shl.b32 v, $8, 1;   and.b32 v, v, 0x80008000;
  shr.u32 w, $8, 3;   lop3.b32 v, w, 0x01800180, v, 0xEA;
- shr.u32 w, $8, 7;   lop3.b32 v, w, 0x00400040, v, 0xEA;  mul.bf16x2 $3, v, high;
+ shr.u32 w, $8, 7;   lop3.b32 v, w, 0x00400040, v, 0xEA;  fma.rn.bf16x2 $3, v, high, none;
  prmt.b32 low, $10, 0, 0x4242;   mad.lo.u32 low, low, 16, 0x70007000;
  prmt.b32 high, $10, 0, 0x4343;  mad.lo.u32 high, high, 16, 0x70007000;
- and.b32 v, $9, 0x81C081C0;                            mul.bf16x2 $4, v, low;
- shl.b32 v, $9, 3;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $5, v, high;
- shl.b32 v, $9, 6;   and.b32 v, v, 0x81C081C0;         mul.bf16x2 $6, v, low;
+ and.b32 v, $9, 0x81C081C0;                            fma.rn.bf16x2 $4, v, low, none;
+ shl.b32 v, $9, 3;   and.b32 v, v, 0x81C081C0;         fma.rn.bf16x2 $5, v, high, none;
+ shl.b32 v, $9, 6;   and.b32 v, v, 0x81C081C0;         fma.rn.bf16x2 $6, v, low, none;
  shl.b32 v, $9, 1;   and.b32 v, v, 0x80008000;
  shr.u32 w, $9, 3;   lop3.b32 v, w, 0x01800180, v, 0xEA;
- shr.u32 w, $9, 7;   lop3.b32 v, w, 0x00400040, v, 0xEA;  mul.bf16x2 $7, v, high;
+ shr.u32 w, $9, 7;   lop3.b32 v, w, 0x00400040, v, 0xEA;  fma.rn.bf16x2 $7, v, high, none;
 }
 """)
 
