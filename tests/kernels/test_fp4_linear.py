@@ -13,6 +13,7 @@ from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.gpu import fp4_linear as public
 from qerl.kernels.gpu.fp4_skinny import SkinnyPlan, room, skinny_linear, skinny_plan
 from qerl.kernels.gpu.fp4_tiled import Plan, dequantize_tiles, tiled_linear
+from qerl.kernels.gpu.fp4_wgmma import LARGE, MANY_ROWS, MANY_ROWS_LARGE, SMALL, WgmmaPlan, wgmma_linear
 from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.low_rank import LowRank, low_rank_buffers, low_rank_reference
 from qerl.model.shapes import SHAPES as SHAPE_NAMES
@@ -112,6 +113,36 @@ def test_the_skinny_kernel(
     for rows in (1, 7, 8, 16):
         plan = SkinnyPlan(k_parts, 132 // k_parts, *cut, blocks=1)
         one.judged(lambda x, plan=plan: skinny_linear(x, one.tiles, one.bias, one.low, False, plan), rows)
+
+
+WGMMA_PLANS = sorted({*LARGE.values(), *SMALL.values(), MANY_ROWS, MANY_ROWS_LARGE}, key=str)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", WGMMA_PLANS, ids=str)
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), [shape for shape in [*ODD, *REAL] if shape[1] % 64 == 0])
+def test_the_wgmma_kernel(sizes: tuple[int, ...], inputs: int, rank: int, plan: WgmmaPlan) -> None:
+    one = case(sizes, inputs, rank)
+    for rows in (1, plan.bm - 3, plan.bm, 2 * plan.bm + 1, 700):
+        one.judged(lambda x: wgmma_linear(x, one.tiles, one.bias, one.low, plan), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [16, 64, 128])
+def test_three_parts_of_any_rank(rank: int) -> None:
+    one = case((512, 128, 64), 576, rank)
+    for rows in (12, 200):
+        one.judged(lambda x: public.fp4_linear(x, one.tiles, one.bias, one.low), rows)
+
+
+@pytest.mark.parametrize("plan", WGMMA_PLANS, ids=str)
+def test_what_a_plan_takes_is_there_on_hopper(plan: WgmmaPlan) -> None:
+    threads = 128 * plan.cw + 128
+    assert plan.shared <= 227 << 10
+    assert 64 * 2 * plan.stages >= 3 * 128, "of LoRA's inner product all columns must fit into the ring"
+    if plan.registers:
+        launched = 65536 // threads // 8 * 8 * threads  # as many as the compiler's limit leaves to the block
+        assert 128 * plan.cw * plan.registers + 128 * plan.others <= launched, "the kernel would wait for ever"
 
 
 @pytest.mark.parametrize("name", sorted(SHAPE_NAMES))

@@ -1,4 +1,5 @@
-"""CUDA C++ compiled at first use by NVRTC, which comes with torch, and launched through the driver.
+"""CUDA C++ compiled at first use by NVRTC, which comes with torch, and launched through the driver; and descriptions
+of tensors for the copy engine.
 
 What was compiled is kept in the user's cache folder, under a hash of all it depends on. A launch may overlap the end of
 the kernel before it (programmatic dependent launch), also inside a captured graph.
@@ -7,15 +8,18 @@ the kernel before it (programmatic dependent launch), also inside a captured gra
 import ctypes
 import hashlib
 import os
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
+BFLOAT16, INT64, SWIZZLE_128, PROMOTE_256 = 9, 5, 3, 3  # of CUtensorMap's enumerations
+TensorMap = c_uint64 * 16
 
 
 class _Attribute(ctypes.Structure):
@@ -30,20 +34,23 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """One function of a compiled source."""
+    """One function of a compiled source; `before` is put before it."""
 
-    def __init__(self, source: Path, name: str, defines: dict[str, int], device: torch.device) -> None:
-        self.driver = ctypes.CDLL("libcuda.so.1")
+    def __init__(
+        self, source: Path, name: str, defines: dict[str, int], device: torch.device, before: str = ""
+    ) -> None:
+        self.driver = _driver()
         major, minor = torch.cuda.get_device_capability(device)
-        binary = _compiled(source.read_text(), source.name, defines, f"sm_{major}{minor}{'a' if major == 9 else ''}")
+        architecture = f"sm_{major}{minor}{'a' if major == 9 else ''}"
+        binary = _compiled(before + source.read_text(), source.name, defines, architecture)
         module, self.function = c_void_p(), c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context exists
-            self._check(self.driver.cuModuleLoadData(byref(module), binary))
-        self._check(self.driver.cuModuleGetFunction(byref(self.function), module, name.encode()))
+            _check(self.driver.cuModuleLoadData(byref(module), binary))
+        _check(self.driver.cuModuleGetFunction(byref(self.function), module, name.encode()))
 
     def reserve_shared(self, nbytes: int) -> None:
-        self._check(self.driver.cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED, nbytes))
+        _check(self.driver.cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED, nbytes))
 
     def launch(self, blocks: int, threads: int, shared: int, arguments: ctypes.Structure) -> None:
         """On the current stream; `arguments` is the kernel's one parameter."""
@@ -51,13 +58,38 @@ class Kernel:
         config = _Config((blocks, 1, 1), (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
         config.attributes, config.count = ctypes.pointer(attribute), 1
         parameters = (c_void_p * 1)(ctypes.addressof(arguments))
-        self._check(self.driver.cuLaunchKernelEx(byref(config), self.function, parameters, None))
+        _check(self.driver.cuLaunchKernelEx(byref(config), self.function, parameters, None))
 
-    def _check(self, code: int) -> None:
-        if code:
-            text = c_char_p()
-            self.driver.cuGetErrorString(code, byref(text))
-            raise RuntimeError(f"CUDA: {(text.value or b'error').decode()} ({code}).")
+
+def tensor_map(
+    tensor: Tensor, dtype: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int = 0
+) -> Any:
+    """How the copy engine shall see a tensor: sizes and box from the innermost dimension on, outer strides in bytes.
+
+    What a box has outside of the tensor comes as zeros.
+    """
+    room = (ctypes.c_char * 192)()
+    start = -(-ctypes.addressof(room) // 64) * 64
+    rank = len(sizes)
+    code = _driver().cuTensorMapEncodeTiled(
+        c_void_p(start), dtype, rank, c_void_p(tensor.data_ptr()), (c_uint64 * rank)(*sizes),
+        (c_uint64 * (rank - 1))(*strides), (c_uint * rank)(*box), (c_uint * rank)(*[1] * rank),
+        0, swizzle, PROMOTE_256, 0,
+    )  # fmt: skip
+    _check(code)
+    return TensorMap.from_buffer_copy(ctypes.string_at(start, 128))
+
+
+def _check(code: int) -> None:
+    if code:
+        text = c_char_p()
+        _driver().cuGetErrorString(code, byref(text))
+        raise RuntimeError(f"CUDA: {(text.value or b'error').decode()} ({code}).")
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @cache

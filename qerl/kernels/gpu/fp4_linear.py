@@ -1,7 +1,8 @@
 """y = x W^T + bias + LoRA on a GPU, without gradients: which kernel.
 
-Up to 8 rows `fp4_skinny` (CUDA C++, where there is a compiler), up to some hundreds `fp4_tiled`; beyond, the weight
-is written out in bf16 at memory speed and cuBLAS multiplies.
+On Hopper up to 8 rows `fp4_skinny`, up to some two thousand `fp4_wgmma` (CUDA C++, where there is a compiler); on other
+GPUs, and for odd weights, up to some hundreds `fp4_tiled` (Triton). Beyond, the weight is written out in bf16 at memory
+speed and cuBLAS multiplies.
 """
 
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 from qerl.kernels.fp4_tiles import Tiles
 from qerl.kernels.gpu.fp4_skinny import skinny_linear, skinny_plan, skinny_serves
 from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, plan_for, tiled_linear
+from qerl.kernels.gpu.fp4_wgmma import wgmma_linear, wgmma_plan, wgmma_serves
 from qerl.kernels.gpu.launch import processors
 from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.gpu.swiglu import swiglu
@@ -17,6 +19,7 @@ from qerl.kernels.low_rank import LowRank
 
 SKINNY_TO = 8  # rows up to which the skinny kernel is the fastest
 DENSE_FROM = 768  # rows from which dequantization pays
+DENSE_FROM_ON_HOPPER = 1536
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, low: LowRank | None, paired: bool) -> Tensor:
@@ -38,7 +41,9 @@ def fp4_linear(
         plan = skinny_plan(tiles, rows, low, paired and whole, processors(x))
         y = skinny_linear(x, tiles, bias, low, paired and whole, plan)
         return swiglu(y) if paired and not whole else y
-    if rows < DENSE_FROM:
+    if rows < DENSE_FROM_ON_HOPPER and wgmma_serves(x.device, tiles, low):
+        y = wgmma_linear(x, tiles, bias, low, wgmma_plan(tiles, rows))
+    elif rows < DENSE_FROM:
         y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))
     else:
         return dense_linear(x, dequantize_tiles(tiles), bias, low, paired)
