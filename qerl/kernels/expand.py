@@ -2,8 +2,8 @@
 
     y_n = x[rows_n]          dx_t = sum of dy_n over the copies n of t
 
-The sum is in float32 and always in the same order, of which each row of dx is one walk: neither atomic additions, as
-index_select's backward makes them on a GPU, nor a sort at each call, as indexing's does.
+The sum is in float32 and always in the same order, one walk over its copies for each row of dx: no atomic additions, as
+index_select's backward makes them on a GPU, and no sort at each call, as indexing's makes.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def copies(rows_N: Tensor, count: int, device: torch.device | str = "cpu") -> Co
 
 
 def expand(x: Tensor, made: Copies) -> Tensor:
-    """x [T, ...] -> [N, ...] of the same dtype, contiguous. Gradients: x."""
+    """x [T, ...], of two dimensions or more -> [N, ...] of the same dtype, contiguous. Gradients: x."""
     out: Tensor = _Expand.apply(x, made)  # type: ignore[no-untyped-call]
     return out
 

@@ -51,11 +51,6 @@ class Continued:
     prompt: Sequence[int]  # not empty
     completions: Sequence[Sequence[int]]
 
-    @property
-    def tokens(self) -> int:
-        """That are computed."""
-        return len(self.prompt) + sum(map(len, self.completions))
-
 
 def pack(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Packed:
     """Token sequences -> one packed row."""
