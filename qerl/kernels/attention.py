@@ -1,8 +1,8 @@
 """Causal attention over packed sequences: every token attends to itself and to earlier tokens of its own segment.
 
-The queries of a segment may be its last tokens only (the keys of the others lie in a cache): the last query sees all
-keys. A CPU takes SDPA segment by segment; a GPU torch's varlen flash attention, for bf16 and fp16 (float32 takes SDPA),
-which aligns queries and keys of unequal number at their ends as well.
+The queries of a segment may be its last tokens only (the keys of the others lie in a cache, or are a prompt's that
+several share): the last query sees all keys. A CPU takes SDPA segment by segment; a GPU torch's varlen flash attention,
+for bf16 and fp16 (float32 takes SDPA), which aligns queries and keys of unequal number at their ends as well.
 """
 
 import inspect

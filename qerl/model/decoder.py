@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qerl.kernels.attention import packed_attention
 from qerl.kernels.heads import Heads, turned
 from qerl.kernels.logprob import float32_product, logprob
 from qerl.kernels.rope import rope_frequencies, rope_tables
@@ -72,7 +71,7 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, [T, D]. recompute: keep only each block's input for the backward pass."""
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            return packed_attention(*turned(heads), packed.bounds_S1, packed.lengths, self.arch.windows[layer])
+            return packed.attend(*turned(heads), self.arch.windows[layer])
 
         if not isinstance(packed, Packed):
             raise ValueError("A forward takes packed sequences: model(pack([ids, ...], model.device)).")

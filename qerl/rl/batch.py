@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qerl.model.packing import Packed, pack
+from qerl.kernels.expand import Copies
+from qerl.model.packing import Continued, Packed, pack_shared
 
 
 @dataclass
@@ -28,11 +29,11 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Whole sequences, packed. N counts their completion tokens, in order."""
+    """Whole sequences, packed, those of one prompt next to each other. N counts their completion tokens, in order."""
 
     samples: tuple[TrainSample, ...]
     packed: Packed
-    places_N: Tensor  # int64: where each completion token is predicted
+    places: Copies  # N of the T hidden states: where each completion token is predicted
     targets_N: Tensor  # int64: which it is
     sequence_N: Tensor  # int64: which sequence it is of
     advantage_N: Tensor
@@ -40,48 +41,72 @@ class MicroBatch:
     behaviour_N: Tensor
 
 
+Taken = list[tuple[TrainSample, float]]  # with the coefficient of each
+
+
 def micro_batches(
     samples: Sequence[TrainSample], coefficients: Sequence[float], budget: int, device: torch.device
 ) -> Iterator[MicroBatch]:
-    """In order, as many sequences at a time as fit the budget of tokens; a longer one goes alone. Sequences that count
-    nothing are left out."""
-    taken: list[tuple[TrainSample, float]] = []
-    tokens = 0
-    for sample, coefficient in zip(samples, coefficients, strict=True):
-        if coefficient == 0.0:
-            continue
-        if taken and tokens + sample.length > budget:
-            yield _assemble(taken, device)
-            taken, tokens = [], 0
-        taken.append((sample, coefficient))
-        tokens += sample.length
-    if taken:
+    """Within the budget of tokens that are computed, where a prompt counts once for all its completions in a micro-
+    batch. Sequences that count nothing are left out.
+
+    A prompt's completions stay together where they fit the budget, and are cut into as few pieces as can be, in order,
+    where they do not; each piece goes into the first micro-batch with room. A sequence that is longer goes alone.
+    """
+    pairs = zip(samples, coefficients, strict=True)
+    found: list[tuple[int, Taken]] = []
+    for tokens, piece in _pieces([(sample, coefficient) for sample, coefficient in pairs if coefficient], budget):
+        at = next((i for i, (held, _) in enumerate(found) if held + tokens <= budget), len(found))
+        if at == len(found):
+            found.append((0, []))
+        held, taken = found[at]
+        found[at] = (held + tokens, taken + piece)
+    for _, taken in found:
         yield _assemble(taken, device)
 
 
-def _assemble(taken: list[tuple[TrainSample, float]], device: torch.device) -> MicroBatch:
-    samples = tuple(sample for sample, _ in taken)
-    packed = pack([[*sample.prompt_ids, *sample.token_ids] for sample in samples], device)
-    places: list[int] = []
-    start = 0
-    for sample in samples:
-        first = start + len(sample.prompt_ids) - 1  # the prompt's last token predicts the completion's first
-        places += range(first, first + len(sample.token_ids))
-        start += sample.length
+def _by_prompt(taken: Taken) -> list[Taken]:
+    groups: dict[tuple[int, ...], Taken] = {}
+    for sample, coefficient in taken:
+        groups.setdefault(sample.prompt_ids, []).append((sample, coefficient))
+    return list(groups.values())
+
+
+def _pieces(taken: Taken, budget: int) -> Iterator[tuple[int, Taken]]:
+    """The samples of each prompt, with the tokens that they take together."""
+    for group in _by_prompt(taken):
+        prompt = len(group[0][0].prompt_ids)
+        piece: Taken = []
+        tokens = prompt
+        for sample, coefficient in group:
+            if piece and tokens + len(sample.token_ids) > budget:
+                yield tokens, piece
+                piece, tokens = [], prompt
+            piece.append((sample, coefficient))
+            tokens += len(sample.token_ids)
+        yield tokens, piece
+
+
+def _assemble(taken: Taken, device: torch.device) -> MicroBatch:
+    groups = _by_prompt(taken)
+    pairs = [pair for group in groups for pair in group]
+    samples = tuple(sample for sample, _ in pairs)
+    packed, places, targets_N = pack_shared(
+        [Continued(group[0][0].prompt_ids, [sample.token_ids for sample, _ in group]) for group in groups], device
+    )
 
     def spread(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         """One value a sequence to one a token."""
         flat = [value for value, sample in zip(values, samples, strict=True) for _ in sample.token_ids]
         return torch.tensor(flat, dtype=dtype, device=device)
 
-    places_N = torch.tensor(places, dtype=torch.int64, device=device)
     return MicroBatch(
         samples,
         packed,
-        places_N,
-        packed.ids_T[places_N + 1],
+        places,
+        targets_N,
         spread(range(len(samples)), torch.int64),
         spread([sample.advantage for sample in samples], torch.float32),
-        spread([coefficient for _, coefficient in taken], torch.float32),
+        spread([coefficient for _, coefficient in pairs], torch.float32),
         torch.tensor([p for sample in samples for p in sample.behaviour], dtype=torch.float32, device=device),
     )

@@ -36,6 +36,7 @@ class Workload:
     sequences: int  # that the engine decodes at a time
     longest: int  # tokens of a sequence
     item: int = 2  # bytes of an activation
+    keys: int = 0  # of a micro-batch with shared prompts, which copies keys and values; 0 where none is shared
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
     logits = 2 * chunk + work.micro_batch * hidden * (4 + 3 * item)
     if work.base == "full":  # the head's gradient, in float32 and as it is passed on
         logits += shape.vocab * hidden * (4 + item)
-    kept_token = hidden * item if work.recompute else token
+    activations = token * work.micro_batch + _copied(shape, work)
     place = 2 * shape.kv_heads * shape.head_dim * item  # a token's key and value in one layer
     return Footprint(
         weights=_weights(shape, work.base, item),
@@ -103,8 +104,8 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
         copies=0 if work.base == "full" else item * matrices,
         optimizer=work.optimizer_bytes * (matrices + gains),
         gradients=4 * (matrices + gains),
-        kept=shape.layers * kept_token * work.micro_batch,
-        block=(token * work.micro_batch if work.recompute else 0) + transient,
+        kept=shape.layers * (hidden * item * work.micro_batch if work.recompute else activations),
+        block=(activations if work.recompute else 0) + transient,
         logits=logits,
         cache_wanted=work.sequences * work.longest * place * shape.layers,
         cache_each=work.longest * place * shape.layers,
@@ -146,6 +147,13 @@ def _block_token_bytes(shape: Shape, work: Workload) -> int:
     mlp = item * 4 * shape.intermediate  # gate and up, silu(gate), their product
     lora = 0 if work.base == "full" else item * work.lora.r * len(PROJECTIONS)
     return norms + attention + mlp + lora
+
+
+def _copied(shape: Shape, work: Workload) -> int:
+    """What a block keeps more, or less, where prompts are shared: copies of keys and values, in place of these and of
+    the projection that the values are a part of."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return work.item * (2 * kv * work.keys - (q + 3 * kv) * work.micro_batch) if work.keys else 0
 
 
 def _is_gain(name: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from qerl.config import Config
 from qerl.rl.batch import TrainSample
-from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_sequence
+from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_groups, longest_sequence
 from qerl.rl.update import Tally, Updater
 
 BEGINNING = 5  # steps that a run is compared with
@@ -151,11 +151,12 @@ def optimizer_bytes(config: Config, updater: Updater) -> int:
 
 
 def _try(config: Config, updater: Updater, tokens: int) -> None:
-    """Sequences of the largest length, and a shorter one for the rest."""
-    prompt, completion = config.max_prompt_length, config.max_completion_length
-    whole, rest = divmod(tokens, prompt + completion)
-    shapes = [(prompt, completion)] * whole + ([(1, rest - 1)] if rest > 1 else [])
-    samples = [TrainSample((0,) * p, (0,) * c, (0.0,) * c, 1.0, True) for p, c in shapes]
+    """Groups of the largest lengths, each with its own prompt, and a smaller one for the rest."""
+    vocab = updater.model.arch.vocab
+    samples = []
+    for i, (prompt, completions) in enumerate(longest_groups(config, tokens)):
+        ids = (i % vocab, i // vocab % vocab, *(0,) * prompt)[:prompt]
+        samples += [TrainSample(ids, (0,) * n, (0.0,) * n, 1.0, True) for n in completions]
     updater.trial(samples, Tally())
 
 

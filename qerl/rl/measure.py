@@ -50,6 +50,7 @@ def update_metrics(tally: Tally, results: list[dict[str, float]], beta: float) -
         "loss": sum(r["loss"] for r in results) / max(1, len(results)),
         "grad_norm": sum(r["grad_norm"] for r in results) / max(1, len(results)),
         "updates/skipped": sum(r["skipped"] for r in results),
+        "updates/tokens": int(tally.sums["computed"]),  # a group's prompt once
     }
     if not tally.tokens:
         return metrics

@@ -8,7 +8,15 @@ from qerl.model.adapter import read_settings
 from qerl.model.layers import LoraSettings
 from qerl.model.shapes import Shape, shape_of
 from qerl.rl.footprint import Footprint, Workload, footprint, trained_weights
-from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_sequence, running_sequences, total_steps
+from qerl.rl.sizes import (
+    OPTIMIZER_BYTES,
+    copied_keys,
+    group_tokens,
+    largest_micro_batch,
+    longest_sequence,
+    running_sequences,
+    total_steps,
+)
 from qerl.tasks.size import training_rows
 
 GB = 10**9
@@ -25,7 +33,7 @@ class Plan:
     completions_a_step: int
     sampled_tokens_a_step: int
     sampled_tokens: int | None  # over the run
-    updated_tokens: int | None  # prompt and completion tokens that go through the updates
+    updated_tokens: int | None  # that updates compute: a group's prompt once, unless micro-batches cut it
     trained_weights: int
     memory: Footprint
     gpu_gb: float
@@ -51,7 +59,7 @@ def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
     steps = total_steps(config, rows or 0) if rows is not None or config.max_steps >= 0 else None
     completions = config.prompts_per_step * config.num_generations
     sampled = completions * config.max_completion_length
-    passed = completions * longest_sequence(config) * config.num_iterations
+    passed = config.prompts_per_step * group_tokens(config) * config.num_iterations
     parts = footprint(shape, workload(config))
     fits = parts.fits(gpu)
     return Plan(
@@ -80,6 +88,7 @@ def workload(config: Config) -> Workload:
         lora=lora if config.init_adapter is None else read_settings(config.init_adapter),
         optimizer_bytes=OPTIMIZER_BYTES[config.optim],
         micro_batch=largest_micro_batch(config),
+        keys=copied_keys(config),
         recompute=config.recompute,
         sequences=running_sequences(config, config.eval_size),
         longest=longest_sequence(config),

@@ -25,6 +25,36 @@ def running_sequences(config: Config, eval_rows: int) -> int:
 
 def largest_micro_batch(config: Config) -> int:
     """Tokens: an update's, up to micro_batch_tokens; but one sequence is never cut."""
-    longest = longest_sequence(config)
-    update = longest * config.prompts_per_step * config.num_generations // config.steps_per_generation
-    return max(longest, min(config.micro_batch_tokens, update))
+    groups = config.prompts_per_step // config.steps_per_generation
+    return max(longest_sequence(config), min(config.micro_batch_tokens, groups * group_tokens(config)))
+
+
+def longest_groups(config: Config, tokens: int) -> list[tuple[int, list[int]]]:
+    """The lengths of prompts and of their completions, at their longest, that are so many tokens together; the last
+    group is what is left."""
+    groups = []
+    while tokens > 1:
+        prompt = min(config.max_prompt_length, tokens - 1)
+        tokens -= prompt
+        completions: list[int] = []
+        while tokens and len(completions) < config.num_generations:
+            completions.append(min(config.max_completion_length, tokens))
+            tokens -= completions[-1]
+        groups.append((prompt, completions))
+    return groups
+
+
+def copied_keys(config: Config) -> int:
+    """Of the largest micro-batch: every completion has its prompt's and its own. 0 where no prompt has several."""
+    groups = longest_groups(config, largest_micro_batch(config))
+    if all(len(completions) == 1 for _, completions in groups):
+        return 0
+    return sum(prompt + completion for prompt, completions in groups for completion in completions)
+
+
+def group_tokens(config: Config) -> int:
+    """That an update computes of a prompt and its completions at their longest: the prompt once in each of the micro-
+    batches over which they are cut."""
+    prompt, completion = config.max_prompt_length, config.max_completion_length
+    together = max(1, (config.micro_batch_tokens - prompt) // completion)
+    return -(-config.num_generations // together) * prompt + config.num_generations * completion

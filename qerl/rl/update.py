@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qerl.config import Config
+from qerl.kernels.expand import expand
 from qerl.model.decoder import Decoder
 from qerl.model.trained import refresh
 from qerl.rl.batch import MicroBatch, TrainSample, micro_batches
@@ -140,6 +141,7 @@ class Updater:
         )
         difference_N = (clean_N - micro.behaviour_N).abs()
         tally.tokens += len(logp_N)
+        tally.sums["computed"] += len(micro.packed.ids_T)
         tally.add("entropy", entropy_N)
         tally.add("low", out.low_clipped_N)
         tally.add("high", out.high_clipped_N)
@@ -158,7 +160,7 @@ class Updater:
     def logprobs(self, micro: MicroBatch, recompute: bool = False) -> tuple[Tensor, Tensor]:
         """log p and entropy of the completion tokens under the policy of the loss."""
         hidden_TD = self.model(micro.packed, noise=self.config.noise.in_loss, recompute=recompute)
-        return self.model.logprobs(hidden_TD[micro.places_N], micro.targets_N, self.config.temperature)
+        return self.model.logprobs(expand(hidden_TD, micro.places), micro.targets_N, self.config.temperature)
 
     @torch.no_grad()
     def score(self, samples: Sequence[TrainSample], old: bool, reference: bool) -> None:
@@ -172,8 +174,8 @@ class Updater:
                     sample.old_logp = part
             if reference:
                 with self._reference():
-                    hidden_TD = self.model(micro.packed)
-                    logp_N, _ = self.model.logprobs(hidden_TD[micro.places_N], micro.targets_N, self.config.temperature)
+                    hidden_ND = expand(self.model(micro.packed), micro.places)
+                    logp_N, _ = self.model.logprobs(hidden_ND, micro.targets_N, self.config.temperature)
                 for sample, part in zip(micro.samples, torch.split(logp_N, lengths), strict=True):
                     sample.ref_logp = part
 

@@ -14,18 +14,20 @@ import transformers
 from torch import Tensor
 
 from qerl.kernels.attention import packed_attention, packed_attention_reference
+from qerl.kernels.expand import copies, expand
 from qerl.model.adapter import NORMS, LoraSettings, add_lora, load_adapter, trained_parameters
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
 from qerl.model.loader import load
 from qerl.model.noise import clear_noise, set_noise
-from qerl.model.packing import next_tokens, pack
+from qerl.model.packing import Continued, next_tokens, pack, pack_shared
 from qerl.model.random_checkpoint import write_random_checkpoint
 from qerl.model.shapes import SHAPES
 from qerl.model.trained import refresh
 from qerl.quant.checkpoint import Checkpoint
 from qerl.quant.layout import dequantize
 from tests.model.test_decoder import log_probs, rms, their_log_probs, worst
+from tests.model.test_packing import plain_places, sequences
 from tests.quant.test_convert import run as quantize
 
 pytestmark = pytest.mark.gpu
@@ -158,6 +160,33 @@ def test_neighbours_change_nothing_in_float32(folder: Path, record_property: Cal
     packed = gradients(model, SEQUENCES)
     record_property("gradients", max(float((packed[n] - g).norm() / g.norm()) for n, g in summed.items()))
     assert all(float((packed[n] - g).norm()) <= 1e-5 * float(g.norm()) for n, g in summed.items())
+
+
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+def test_shared_prompts_err_at_most_twice_as_much_as_their_copies(
+    folder: Path, tmp_path: Path, base: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Log-probs and gradients of bf16, with a prompt once and with one for each completion, against float32."""
+    prompts = ((0, (2, 3, 4)), (1, (0, 4)))
+    groups = [Continued(SEQUENCES[i], [SEQUENCES[j] for j in others]) for i, others in prompts]
+
+    def outcome(model: Decoder, shared: bool) -> tuple[Tensor, Tensor]:
+        packed, places, targets = pack_shared(groups, "cuda")
+        if not shared:
+            packed = pack(sequences(groups), "cuda")
+            places = copies(plain_places(groups), len(packed.ids_T), "cuda")
+        logp, _ = model.logprobs(expand(model(packed), places), targets)
+        found = torch.autograd.grad(logp.sum(), list(trained_parameters(model).values()))
+        return logp.detach(), torch.cat([g.float().flatten() for g in found])
+
+    options = {"base": base, "cache_dir": tmp_path / "cache", "method": "rtn"}
+    exact = outcome(with_lora(folder, dtype=torch.float32, **options), shared=False)
+    low = with_lora(folder, dtype=torch.bfloat16, **options)
+    plain, ours = (outcome(low, shared) for shared in (False, True))
+    for name, a, b, c in zip(("log-probs", "gradients"), ours, plain, exact, strict=True):
+        errors = [float((x - c).norm() / c.norm()) for x in (a, b)]
+        record_property(name, errors)
+        assert errors[0] <= 2 * errors[1]
 
 
 @pytest.mark.parametrize("base", ["bf16", "nvfp4"])

@@ -9,7 +9,7 @@ import torch
 from qerl.model.adapter import add_lora, trained_parameters
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
-from qerl.model.packing import pack
+from qerl.model.packing import Continued, Packed, pack, pack_shared
 from qerl.model.shapes import SHAPES, shape_of
 from qerl.rl.footprint import Footprint, Workload, footprint, trained_weights
 
@@ -39,8 +39,8 @@ def loaded(folder: Path, base: str, lora: LoraSettings) -> torch.nn.Module:
     return model
 
 
-def bytes_autograd_keeps(folder: Path, base: str, lora: LoraSettings) -> int:
-    """Of a forward pass over TOKENS tokens, beside the model's own tensors."""
+def bytes_autograd_keeps(folder: Path, base: str, lora: LoraSettings, packed: Packed | None = None) -> int:
+    """Of a forward pass, by default over a row of TOKENS tokens, beside the model's own tensors."""
     model = loaded(folder, base, lora)
     own = {tensor.untyped_storage().data_ptr() for _, tensor in model.tensors()}
     kept: dict[int, torch.Tensor] = {}
@@ -51,7 +51,7 @@ def bytes_autograd_keeps(folder: Path, base: str, lora: LoraSettings) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(pack([list(range(TOKENS))], model.device))
+        model(packed or pack([list(range(TOKENS))]))
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -68,6 +68,23 @@ def test_activations_of_a_block_are_what_autograd_keeps(
     shape = shape_of(str(one))
     joined = TOKENS * shape.heads * shape.head_dim * 2  # on a CPU attention goes by segments, which are then joined
     assert ours + joined == measured
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("prompt", "completion"), [(16, 8), (64, 4)])
+def test_shared_prompts_keep_copies_of_keys_and_values(
+    family: str, prompt: int, completion: int, make_checkpoint: Callable[..., Path]
+) -> None:
+    lora = LoraSettings(r=8, lora_alpha=16)
+    one, two = (make_checkpoint(family, num_hidden_layers=layers) for layers in (1, 2))
+    packed, _, _ = pack_shared([Continued([1] * prompt, [[2] * completion] * 6)])
+    measured = bytes_autograd_keeps(two, "bf16", lora, packed) - bytes_autograd_keeps(one, "bf16", lora, packed)
+    keys, tokens = 6 * (prompt + completion), prompt + 6 * completion
+    work = workload(base="bf16", lora=lora, micro_batch=tokens, recompute=False, keys=keys)
+    ours = footprint(shape_of(str(two)), work).kept - footprint(shape_of(str(one)), work).kept
+    shape = shape_of(str(one))
+    on_a_cpu = 2 * tokens * shape.heads * shape.head_dim + 2 * 5 * completion * (prompt + completion)  # joined; masks
+    assert ours + on_a_cpu == measured
 
 
 @pytest.mark.parametrize(("base", "norms"), [("nvfp4", False), ("nf4", True), ("full", False)])

@@ -128,5 +128,5 @@ def test_the_plan_says_what_was_tried(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said == ["Trying the longest sequence, 88 tokens ..."]
     tried.clear()
     _try(trainer.config, trainer.updater, 200)
-    assert tried == [88, 88, 24]
+    assert tried == [88, 88, 16 + 40]  # of one prompt: 16 + 72 + 72 + 40
     assert "Tried 88 tokens at once" in " ".join(capsys.readouterr().err.split())

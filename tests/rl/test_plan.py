@@ -10,6 +10,7 @@ from qerl.cli import app
 from qerl.config import Config
 from qerl.recipe import build_config
 from qerl.rl.plan import make_plan
+from qerl.rl.sizes import largest_micro_batch
 from qerl.tasks.size import training_rows
 
 
@@ -25,8 +26,15 @@ def test_counts_follow_from_the_settings() -> None:
     assert plan.updates == 6 * plan.steps
     assert plan.completions_a_step == 256
     assert plan.sampled_tokens == plan.steps * 256 * 1024
-    assert plan.updated_tokens == plan.steps * 256 * (512 + 1024) * 3
+    assert plan.updated_tokens == plan.steps * 32 * (512 + 8 * 1024) * 3  # a prompt once
     assert plan.epochs == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_group_that_micro_batches_cut_has_its_prompt_in_each() -> None:
+    plan = make_plan(config(prompts_per_step=32, num_generations=8, max_steps=1, micro_batch_tokens=512 + 3 * 1024))
+    assert plan.updated_tokens == 32 * (3 * 512 + 8 * 1024)
+    two = config(prompts_per_step=4, num_generations=3, steps_per_generation=2)
+    assert largest_micro_batch(two) == 2 * (512 + 3 * 1024)
 
 
 def test_data_of_unknown_size_leaves_the_steps_open_unless_they_are_given() -> None:

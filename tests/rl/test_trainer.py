@@ -129,6 +129,7 @@ def test_variants_run_and_measure(tmp_path: Path, override: str) -> None:
         *("grad_norm", "learning_rate", "sampling/sampling_logp_difference/mean", "sampling/ess", "noise/sigma"),
         *("sampling/importance_sampling_ratio/mean", "noise/stage", "rollout/tokens_per_s", "memory/peak_gb"),
         *("dynamic_sampling/kept", "dynamic_sampling/resampled", "timing_s/rollout", "timing_s/train", "accuracy"),
+        "updates/tokens",
     }
     for line in lines:
         assert names <= line.keys()

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qerl.model.adapter import LoraSettings, add_lora, trained_parameters
 from qerl.model.decoder import Decoder
 from qerl.model.loader import load
 from qerl.recipe import build_config
-from qerl.rl.batch import TrainSample, micro_batches
+from qerl.rl.batch import MicroBatch, TrainSample, micro_batches
 from qerl.rl.update import Tally, Updater, make_optimizer
 from tests.model.test_adapter import shake
 
@@ -25,12 +27,14 @@ def model(make_checkpoint: Callable[..., Path]) -> Decoder:
 
 
 def samples(count: int = 9) -> list[TrainSample]:
+    """Two prompts with three completions each, and others with one."""
     draw = random.Random(0)
-    made = []
+    made: list[TrainSample] = []
     for i in range(count):
         ids = [tuple(draw.randrange(256) for _ in range(draw.randrange(1, 12))) for _ in range(2)]
+        prompt = made[-1].prompt_ids if i in (1, 2, 4, 5) else ids[0]
         behaviour = tuple(-6.1 + draw.random() for _ in ids[1])
-        made.append(TrainSample(*ids, behaviour, draw.gauss(0, 1), in_loss=i != 4))
+        made.append(TrainSample(prompt, ids[1], behaviour, draw.gauss(0, 1), in_loss=i != 4))
     return made
 
 
@@ -64,13 +68,53 @@ def test_micro_batches_do_not_change_the_gradient(model: Decoder, kind: str, lev
             assert torch.allclose(parts[name], gradient, rtol=1e-3, atol=1e-6 + 1e-5 * float(gradient.abs().max()))
 
 
-def test_micro_batches_keep_order_and_budget() -> None:
-    work = samples()
-    made = list(micro_batches(work, [float(s.in_loss) for s in work], 30, torch.device("cpu")))
-    assert [s for micro in made for s in micro.samples] == [s for s in work if s.in_loss]
-    assert all(len(m.packed.ids_T) <= 30 or len(m.samples) == 1 for m in made)
+def sample(prompt: int, length: int, completion: int) -> TrainSample:
+    """Prompts are told apart by their number."""
+    return TrainSample((prompt,) * length, (0,) * completion, (0.0,) * completion, 1.0, True)
+
+
+def packs(work: list[TrainSample], budget: int, weights: list[float] | None = None) -> list[MicroBatch]:
+    return list(micro_batches(work, weights or [1.0] * len(work), budget, torch.device("cpu")))
+
+
+def test_a_prompt_counts_once_and_a_group_is_cut_only_where_it_must() -> None:
+    groups = [[sample(i, 10, n) for n in counts] for i, counts in enumerate([(5, 5, 5), (20, 20), (1, 1), (30,) * 5])]
+    made = packs([one for group in groups for one in group], 50)
+    # 25 tokens, and 12 that fit beside them; 50; then 10 + 30 each.
+    assert [[s.prompt_ids[0] for s in micro.samples] for micro in made] == [[0, 0, 0, 2, 2], [1, 1], *[[3]] * 5]
+    assert [len(micro.packed.ids_T) for micro in made] == [37, 50, *[40] * 5]
+    assert [len(micro.packed.ids_T) for micro in packs(groups[3], 100)] == [100, 70]
+    assert [len(micro.packed.ids_T) for micro in packs(groups[3], 1000)] == [160]
+    # Masked completions are not computed; a prompt drawn twice is still one.
+    (micro,) = packs(groups[0] + groups[1] + groups[0], 1000, [1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+    assert len(micro.packed.ids_T) == 10 + 4 * 5
+    assert micro.coefficient_N.tolist() == [1.0] * 20
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=6)), max_size=8)
+
+
+@given(shapes=GROUPS, budget=st.integers(1, 60), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_every_sequence_is_in_one_micro_batch_and_budgets_hold(
+    shapes: list[tuple[int, list[int]]], budget: int, seed: int
+) -> None:
+    work = [sample(i, prompt, n) for i, (prompt, counts) in enumerate(shapes) for n in counts]
+    random.Random(seed).shuffle(work)
+    weights = [float(i % 3 > 0) for i in range(len(work))]
+    made = packs(work, budget, weights)
+    kept = [one for one, weight in zip(work, weights, strict=True) if weight]
+    assert sorted(id(s) for micro in made for s in micro.samples) == sorted(map(id, kept))
     for micro in made:
+        prompts = {s.prompt_ids for s in micro.samples}
+        tokens = sum(map(len, prompts)) + sum(len(s.token_ids) for s in micro.samples)
+        assert len(micro.packed.ids_T) == tokens
+        assert tokens <= budget or len(micro.samples) == 1
         assert micro.targets_N.tolist() == [t for s in micro.samples for t in s.token_ids]
+    for i, (prompt, _) in enumerate(shapes):
+        mine = [s for s in kept if s.prompt_ids[0] == i]
+        if prompt + sum(len(s.token_ids) for s in mine) <= budget:
+            assert sum(any(s.prompt_ids[0] == i for s in micro.samples) for micro in made) <= 1
 
 
 def test_the_ratio_of_a_single_update_is_one_and_the_sampler_enters_as_a_weight(model: Decoder) -> None:
