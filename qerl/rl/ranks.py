@@ -26,7 +26,7 @@ from qerl.errors import Interrupted
 
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=1)  # that a rank waits for the others: one may draw or grade much longer than another
-STOPPED = "stopped"
+STOPPED = ""  # in place of an error's text
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,22 @@ class Ranks:
         if self.world == 1:
             return [work()]
         mine: T | None = None
-        failure: BaseException | None = None
+        failure: Exception | None = None
+        ending: str | None = None
         try:
             with self.own_work():
                 mine = work()
-        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised below, once the others know
-            failure = error
-        ending = STOPPED if isinstance(failure, KeyboardInterrupt) else str(failure) if failure is not None else None
+        except KeyboardInterrupt:
+            ending = STOPPED
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            failure, ending = error, str(error) or type(error).__name__
         told = self.gather((mine, ending))
-        if failure is not None and ending != STOPPED:
+        if failure is not None:
             raise failure
         for rank, (_, ended) in enumerate(told):
-            if ended not in (None, STOPPED):
+            if ended:
                 raise Interrupted(f"Rank {rank} failed, and the run with it: {ended}")
-        if any(ended for _, ended in told):
+        if any(ended == STOPPED for _, ended in told):
             raise KeyboardInterrupt
         return [value for value, _ in told]  # type: ignore[misc]
 
@@ -95,7 +97,7 @@ class Ranks:
             raise _left_alone() from error
 
     def require_same(self, value: object, what: str) -> None:
-        """Refuse to go on where a rank has another value than the first. what: has it, and what to do."""
+        """Refuse to go on where ranks have other values. what: the end of the message, and what to do."""
         for rank, other in enumerate(self.gather(value)):
             if other != value:
                 raise ValueError(f"Ranks {self.rank} and {rank} differ in {what}")
