@@ -1,6 +1,7 @@
 """The `qerl` command. One file a subcommand, a few lines of wiring each; they are listed here."""
 
 import errno
+import os
 import signal
 import sys
 from typing import Annotated
@@ -57,8 +58,13 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def version(
+    context: typer.Context,
     show: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if show:
         finish({"version": __version__})
         raise typer.Exit
+    if "TORCHELASTIC_RUN_ID" in os.environ and context.invoked_subcommand != "train":
+        raise ValueError(
+            f"qerl {context.invoked_subcommand} is one process: start it without torchrun. (qerl train takes several.)"
+        )

@@ -17,6 +17,7 @@ def train(
 ) -> None:
     """Train a model by reinforcement learning. `qerl config` lists all settings."""
     from qerl.rl.folder import resumed_config
+    from qerl.rl.ranks import launched
     from qerl.rl.run import train as run
 
     look_here()
@@ -25,9 +26,11 @@ def train(
     config = load_config(recipe, overrides)
     if resume:
         config = resumed_config(config.output_dir, overrides)
-    else:
+    elif launched().first:
         say(about)
-    finish(run(config, resume=resume).summary())
+    result = run(config, resume=resume)
+    if launched().first:
+        finish(result.summary())
 
 
 def config(overrides: Overrides = None, recipe: Recipe = None) -> None:

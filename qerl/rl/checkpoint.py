@@ -45,6 +45,7 @@ class RunState:
     before: dict[str, float] = field(default_factory=dict)  # evaluation before step 1
     after: dict[str, float] = field(default_factory=dict)  # and the last one
     watched: dict[str, float] = field(default_factory=dict)  # what the collapse watch remembers
+    ranks: int = 1  # processes that the cache was sized for
     rows: int = 0  # of the training data, and
     rewards: list[str] = field(default_factory=list)  # the functions' names: a resumed run must have the same
 
@@ -52,7 +53,7 @@ class RunState:
 def save(folder: Path, model: Decoder, optimizer: torch.optim.Optimizer, state: RunState, keep: int) -> Path:
     """Write checkpoints/step-N; returns it. One that is there already is left. On any failure (a full disk: OSError)
     the others are untouched."""
-    target = folder / f"step-{state.step:06d}"
+    target = path_of(folder, state.step)
     if target.exists():
         return target
     for left in folder.glob(".step-*"):  # by a process that was killed here
@@ -87,6 +88,10 @@ def _write(partial: Path, model: Decoder, optimizer: torch.optim.Optimizer, stat
     (partial / STATE).write_text(json.dumps({"run": asdict(state), "optimizer": plain}, indent=1))
     (partial / CHECKSUMS).write_text(json.dumps(_checksums(partial), indent=1))
     _flush(partial)
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}"
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -65,7 +65,9 @@ class Display:
         self.say(f"step {step}/{self.total}  " + "  ".join(parts))
 
 
-def plan(config: Config, total_steps: int, rows: int, trained: int, blocks: int, trial: dict[str, float]) -> str:
+def plan(
+    config: Config, total_steps: int, rows: int, trained: int, blocks: int, trial: dict[str, float], ranks: int = 1
+) -> str:
     """The run in plain words, before step 1."""
     completions = config.prompts_per_step * config.num_generations
     updates = config.steps_per_generation * config.num_iterations
@@ -82,6 +84,8 @@ def plan(config: Config, total_steps: int, rows: int, trained: int, blocks: int,
     prompts, tokens = counted(config.prompts_per_step, "prompt"), config.max_completion_length
     each = completions // config.steps_per_generation
     tried = f" Tried {trial['tokens']:.0f} tokens at once: {trial['seconds']:.1f} s{peak}." if trial else ""
+    shared = counted(config.prompts_per_step // ranks, "prompt")
+    each_rank = f" on each of {ranks} ranks, which take {shared} a step" if ranks > 1 else ""
     return "\n".join(
         (
             f"Plan: {counted(total_steps, 'step')} on {counted(rows, 'prompt')}; {config.model} as {config.base}, "
@@ -89,7 +93,7 @@ def plan(config: Config, total_steps: int, rows: int, trained: int, blocks: int,
             f"  A step samples {prompts} x {config.num_generations} = {completions} completions of up to "
             f"{tokens} tokens, then makes {counted(updates, 'update')}{epochs} of {each} completions.",
             f"  Loss {config.loss_type}, {noisy}; learning rate {config.learning_rate:g} ({config.lr_scheduler_type}).",
-            f"  Cache of {counted(blocks, 'block')}.{tried}",
+            f"  Cache of {counted(blocks, 'block')}{each_rank}.{tried}",
         )
     )
 

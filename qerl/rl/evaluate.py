@@ -1,13 +1,14 @@
 """Held-out prompts, continued greedily by the clean policy, scored by the rewards of training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from qerl.generate import encode
 from qerl.records import Sampler, Sampling
 from qerl.rl.data import DrawnPrompt
-from qerl.rl.rollout import Group, sample, score
+from qerl.rl.ranks import ALONE, Ranks
+from qerl.rl.rollout import Group, draw_groups, require_graded
 from qerl.tasks.rewards import Rewards, TrainerState
 
 
@@ -18,12 +19,15 @@ def evaluate(
     sampling: Sampling,
     rewards: Rewards,
     state: TrainerState,
-    on_completion: Callable[[int], None] = lambda tokens: None,
+    ranks: Ranks = ALONE,
 ) -> tuple[dict[str, float], list[Group]]:
-    """Metrics with `eval_` in front, and the groups of one completion each. Noise is off whatever `sampling` says."""
+    """Metrics with `eval_` in front, and the groups of one completion each; every rank takes its share and gets them
+    all. Noise is off whatever `sampling` says."""
     clean = replace(sampling, temperature=0.0, noise=False)
     prompts = [DrawnPrompt(i, dict(row), encode(tokenizer, row["prompt"])) for i, row in enumerate(rows)]
-    groups = score(prompts, sample(sampler, prompts, 1, clean, rewards, on_completion), rewards, state)
+    groups, scores = draw_groups(sampler, prompts, 1, clean, rewards, state, ranks=ranks)
+    if state.global_step == 0:
+        require_graded(scores.failed, len(groups))
     lengths = [len(group.completions[0].token_ids) for group in groups]
     clipped = [group.completions[0].finish_reason == "length" for group in groups]
     metrics = {

@@ -25,13 +25,14 @@ SOLVED = 0.9  # an accuracy at which low entropy is no alarm
 class Interrupts:
     """Inside, Ctrl-C and SIGTERM raise KeyboardInterrupt; under `shield` only once the work there is done.
 
-    A second one breaks that work off: `broken` is then True, and what it was changing must not be saved.
+    A second one breaks that work off: `broken` is then True, and what it was changing must not be saved. several: this
+    is one of several processes, which stop together: then they raise within `own_work` only.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        self.say = say
+    def __init__(self, say: Callable[[str], None] = lambda text: None, several: bool = False) -> None:
+        self.say, self.several = say, several
         self.broken = False
-        self._shielded, self._asked = "", False
+        self._shielded, self._asked, self._own = "", False, False
 
     def __enter__(self) -> "Interrupts":
         self._before: dict[int, Any] = {}
@@ -45,9 +46,9 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._shielded and not self._asked:
+        if (self._shielded or (self.several and not self._own)) and not self._asked:
             self._asked = True
-            self.say(f"Stopping once {self._shielded}; again to break it off.")
+            self.say(f"Stopping once {self._shielded or 'all ranks can'}; again to break it off.")
             return
         raise KeyboardInterrupt
 
@@ -62,9 +63,21 @@ class Interrupts:
             raise
         finally:
             self._shielded = ""
-        if self._asked:
+        if self._asked and not self.several:
             self._asked = False
             raise KeyboardInterrupt
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """What one of several processes does between two meetings: it stops here, and the others hear of it there."""
+        try:
+            self._own = True
+            if self._asked:
+                self._asked = False
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._own = False
 
 
 class CollapseWatch:

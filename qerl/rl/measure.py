@@ -95,8 +95,7 @@ def completions_table(step: int, rollout: Rollout, rewards: Rewards, advantages:
             columns["advantage"].append(next(trained) if id(group) in kept else None)
     for name, values in rollout.extra.items():
         if name not in columns:
-            padded = [*values, *[None] * (len(columns["step"]) - len(values))]
-            columns[name] = [value if value is None else str(value) for value in padded]
+            columns[name] = [*values, *[None] * (len(columns["step"]) - len(values))]
     return columns
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ from qerl.records import Completion, Request, Sampler, Sampling
 from qerl.rl.advantage import NO_VARIANCE, advantages, group_std, total_rewards
 from qerl.rl.batch import TrainSample
 from qerl.rl.data import DrawnPrompt, PromptSource
-from qerl.tasks.rewards import Rewards, TrainerState
+from qerl.rl.ranks import ALONE, Ranks
+from qerl.tasks.rewards import Rewards, Scores, TrainerState
 from qerl.tasks.workers import Graded
 
 
@@ -42,6 +44,19 @@ class Rollout:
     def completions(self) -> list[Completion]:
         return [completion for group in self.drawn for completion in group.completions]
 
+    def add(self, groups: list[Group], scores: Scores) -> None:
+        """A wave, and what reward functions logged of it."""
+        self.waves += 1
+        self.failures.update(scores.failures)
+        for name, failed in scores.failed.items():
+            self.failed.setdefault(name, []).extend(failed)
+        for column, values in scores.extra.items():
+            before = len(self.completions) - len(self.extra.get(column, []))
+            self.extra[column] = [*self.extra.get(column, []), *[None] * before, *values]
+        for name, numbers in scores.metrics.items():
+            self.metrics.setdefault(name, []).extend(numbers)
+        self.drawn += groups
+
 
 def collect(
     config: Config,
@@ -52,22 +67,48 @@ def collect(
     state: TrainerState,
     on_completion: Callable[[int], None],
     on_reward: Callable[[], Any],
+    ranks: Ranks = ALONE,
 ) -> Rollout:
-    """One step's rollout. Groups without variance are dropped and refilled, in waves of as many prompts as are missing,
-    up to max_waves; what is still missing then stays missing."""
+    """One step's rollout, the same on every rank. Groups without variance are dropped and refilled, in waves of as many
+    prompts as are missing, up to max_waves; what is still missing then stays missing."""
     dynamic = config.dynamic_sampling
     waves = dynamic.max_waves if dynamic.enabled else 1
     index = rewards.accuracy_index(dynamic.metric)
     rollout = Rollout([], [], 0)
     while len(rollout.groups) < config.prompts_per_step and rollout.waves < waves:
         prompts = source.draw(config.prompts_per_step - len(rollout.groups))
-        completions = sample(sampler, prompts, config.num_generations, sampling, rewards, on_completion)
-        with on_reward():
-            groups = score(prompts, completions, rewards, state, rollout)
-        rollout.waves += 1
-        rollout.drawn += groups
+        groups, scores = draw_groups(
+            sampler, prompts, config.num_generations, sampling, rewards, state, on_completion, on_reward, ranks
+        )
+        if state.global_step == 0 and rollout.waves == 0:
+            require_graded(scores.failed, len(groups) * config.num_generations)
+        rollout.add(groups, scores)
         rollout.groups += [group for group in groups if not dynamic.enabled or _varies(group, index)]
     return rollout
+
+
+def draw_groups(
+    sampler: Sampler,
+    prompts: Sequence[DrawnPrompt],
+    samples: int,
+    sampling: Sampling,
+    rewards: Rewards,
+    state: TrainerState,
+    on_completion: Callable[[int], None] = lambda tokens: None,
+    on_reward: Callable[[], Any] = nullcontext,
+    ranks: Ranks = ALONE,
+) -> tuple[list[Group], Scores]:
+    """All prompts' groups, in order: each rank samples and scores its share of the prompts, and all get them all."""
+    own = ranks.share(prompts)
+
+    def work() -> tuple[list[tuple[Completion, ...]], Scores]:
+        completions = sample(sampler, own, samples, sampling, rewards, on_completion)
+        with on_reward():
+            return completions, score(own, completions, rewards, state)
+
+    parts = ranks.together(work)
+    scores = parts[0][1] if len(parts) == 1 else _joined([part for _, part in parts])
+    return grouped(prompts, [group for part, _ in parts for group in part], scores, rewards), scores
 
 
 def sample(
@@ -98,24 +139,40 @@ def score(
     completions: Sequence[tuple[Completion, ...]],
     rewards: Rewards,
     state: TrainerState,
-    into: Rollout | None = None,
-) -> list[Group]:
-    """Rewards of every completion; what functions log goes into the rollout."""
+) -> Scores:
+    """Rewards of every completion, and what functions log."""
     flat = [completion for group in completions for completion in group]
     rows = [prompt.row for prompt, group in zip(prompts, completions, strict=True) for _ in group]
     keys = [_key(completion) for completion in flat]
-    scores = rewards.score(rows, [c.text for c in flat], [c.token_ids for c in flat], state, keys)
-    if state.global_step == 0 and (into is None or not into.drawn):
-        _require_graded(scores.failed, len(flat))
-    if into is not None:
-        into.failures.update(scores.failures)
-        for name, failed in scores.failed.items():
-            into.failed.setdefault(name, []).extend(failed)
-        for column, values in scores.extra.items():
-            before = len(into.completions) - len(into.extra.get(column, []))
-            into.extra[column] = [*into.extra.get(column, []), *[None] * before, *values]
-        for name, numbers in scores.metrics.items():
-            into.metrics.setdefault(name, []).extend(numbers)
+    if not flat:  # a wave smaller than the number of ranks
+        return Scores([[] for _ in rewards.names], {}, {}, Counter(), {})
+    return rewards.score(rows, [c.text for c in flat], [c.token_ids for c in flat], state, keys)
+
+
+def _joined(parts: Sequence[Scores]) -> Scores:
+    """The ranks' scores one after another. A column that a rank did not log is empty there."""
+    columns = dict.fromkeys(column for part in parts for column in part.extra)
+    joined = Scores([[] for _ in parts[0].values], {column: [] for column in columns}, {}, Counter(), {})
+    for part in parts:
+        count = len(part.values[0])
+        for values, more in zip(joined.values, part.values, strict=True):
+            values.extend(more)
+        for column, cells in joined.extra.items():
+            cells.extend([*part.extra.get(column, []), *[None] * count][:count])
+        joined.failures.update(part.failures)
+        for name, numbers in part.metrics.items():
+            joined.metrics.setdefault(name, []).extend(numbers)
+        for name, failed in part.failed.items():
+            joined.failed.setdefault(name, []).extend(failed)
+    return joined
+
+
+def grouped(
+    prompts: Sequence[DrawnPrompt],
+    completions: Sequence[tuple[Completion, ...]],
+    scores: Scores,
+    rewards: Rewards,
+) -> list[Group]:
     rewards_SF = torch.tensor(scores.values, dtype=torch.float64).t()
     total_S = total_rewards(rewards_SF, torch.tensor(rewards.weights, dtype=torch.float64))
     groups, start = [], 0
@@ -126,7 +183,7 @@ def score(
     return groups
 
 
-def _require_graded(failed: dict[str, list[Graded]], count: int) -> None:
+def require_graded(failed: dict[str, list[Graded]], count: int) -> None:
     """A grader that raises on each of a run's first samples is at fault, not the policy."""
     for name, samples in failed.items():
         if sum(one.reason == "error" for one in samples) == count:

@@ -1,11 +1,14 @@
 """A run from its configuration: everything checked and built before step 1, trained, and told about at the end."""
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from qerl.config import Config
 from qerl.engine.cache import blocks_that_fit
@@ -29,6 +32,7 @@ from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import optimizer_bytes, preflight
 from qerl.rl.push import require_login, require_repo_id, upload
+from qerl.rl.ranks import ALONE, Ranks, join
 from qerl.rl.schedule import layer_sigmas
 from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
@@ -79,22 +83,25 @@ def train(
     """Train by a configuration (a Config, nested values, or a recipe's path), on a task's data and rewards or on yours.
 
     reward_funcs and rows follow TRL's contract (`qerl.tasks.rewards`); a data set is any sequence of rows with
-    `prompt`.
+    `prompt`. Started by torchrun, this process is one of several that do the run together (docs/multi_gpu.md).
     """
     if not isinstance(config, Config):
         recipe = Path(config) if isinstance(config, str | Path) else default_recipe() if train_dataset is None else None
         config = build_config(config) if isinstance(config, dict) else load_config(recipe)
-    output, started = Path(config.output_dir), time.monotonic()
-    with claimed(output, resume):
-        trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume)
+    output, started, pushed = Path(config.output_dir), time.monotonic(), None
+    ranks = join(config)
+    with claimed(output, resume) if ranks.first else nullcontext():
+        trainer = build(config, reward_funcs, train_dataset, eval_dataset, resume, ranks)
         with trainer.metrics, trainer.rewards.workers or nullcontext():
             trainer.train()
-        plots = plot_run(output / METRICS, output / PLOTS)
-        pushed = _share(config, plots, trainer.display)
+        ranks.leave()
+        if ranks.first:
+            plots = plot_run(output / METRICS, output / PLOTS)
+            pushed = _share(config, plots, trainer.display)
     state = trainer.state
-    if state.after:
+    if state.after and ranks.first:
         stdout().print(final_table(state.before, state.after))
-    last = checkpoint.checkpoints(output / CHECKPOINTS)[-1]
+    last = checkpoint.path_of(output / CHECKPOINTS, state.step)
     return Result(output, last, state.step, time.monotonic() - started, state.before, state.after, pushed)
 
 
@@ -104,21 +111,22 @@ def build(
     train_dataset: Sequence[dict[str, Any]] | None = None,
     eval_dataset: Sequence[dict[str, Any]] | None = None,
     resume: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Trainer:
     """Everything checked, loaded and tried; what is left is the loop."""
     config = _with_adapter(config)
     if resume:
         require_same(config, Path(config.output_dir))
-    if config.report_to:
+    if config.report_to and ranks.first:
         from qerl.integrations.trackers import require_installed
 
         require_installed(config.report_to)
-    if config.push_to_hub:
+    if config.push_to_hub and ranks.first:
         require_repo_id(config.hub_model_id or config.output_dir.name)
         require_login()
     rewards, rows, eval_rows = _task(config, reward_funcs, train_dataset, eval_dataset)
     try:
-        return _trainer(config, rewards, rows, eval_rows, resume, from_python=train_dataset is not None)
+        return _trainer(config, rewards, rows, eval_rows, resume, train_dataset is not None, ranks)
     except BaseException:
         if rewards.workers is not None:
             rewards.workers.close()
@@ -132,13 +140,14 @@ def _trainer(
     eval_rows: Sequence[dict[str, Any]],
     resume: bool,
     from_python: bool,
+    ranks: Ranks,
 ) -> Trainer:
     output = Path(config.output_dir)
     total = total_steps(config, len(rows))
-    display = Display(total)
-    saved = checkpoint.newest_whole(output / CHECKPOINTS, display.warn) if resume else None
-    if saved is None:
-        checkpoint.require_some(output / CHECKPOINTS)
+    display = Display(total, Console(stderr=True, quiet=not ranks.first))
+    begun = (config.model_dump_json(), len(rows), len(eval_rows), rewards.names)
+    ranks.require_same(begun, "settings, data or rewards. Start all with the same command.")
+    saved = _newest(output, resume, ranks, display)
     done = 0 if saved is None else int(saved.name.removeprefix("step-"))
     if saved is not None:
         display.say(f"Going on after step {done} of {total}.")
@@ -150,7 +159,7 @@ def _trainer(
         display.say("There are no held-out rows, so nothing is evaluated (in Python, eval_dataset brings some).")
     eval_rows = _short_enough(eval_rows, tokenizer, config, display)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
-    updater = Updater(config, model, optimizer)
+    updater = Updater(config, model, optimizer, ranks)
     trial = preflight(config, updater, display.say) if done < total else {}
     state = RunState(rows=len(rows), rewards=rewards.names)
     if saved is not None:
@@ -166,16 +175,21 @@ def _trainer(
             )
         if state.step == total:
             display.say(f"All {total} steps are done. To go on, raise max_steps.")
+    updater.require_same_weights()
     logged = last_step(output / METRICS)
-    if saved is None:
+    if saved is None and ranks.first:
         cut_back(output, -1, -1)  # killed before the first checkpoint, a run starts over
-    else:
+    elif ranks.first:
         cut_back(output, state.step, state.evaluated)
-    engine = _engine(config, model, tokenizer, state, len(eval_rows), optimizer_bytes(config, updater))
+    engine = _engine(config, model, tokenizer, state, len(eval_rows), optimizer_bytes(config, updater), ranks)
     trained = sum(p.numel() for p in trained_parameters(model).values())
-    display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial))
-    output.mkdir(parents=True, exist_ok=True)
-    write_config(config.model_copy(update={"task": FROM_PYTHON}) if from_python else config, output)
+    display.say(plan(config, total, len(rows), trained, state.cache_blocks, trial, ranks.world))
+    if ranks.first:
+        output.mkdir(parents=True, exist_ok=True)
+        write_config(config.model_copy(update={"task": FROM_PYTHON}) if from_python else config, output)
+        metrics = Metrics(output / METRICS, _trackers(config, state.step if saved else None, logged, display))
+    else:
+        metrics = Metrics(Path(os.devnull))
     return Trainer(
         config=config,
         model=model,
@@ -188,9 +202,23 @@ def _trainer(
         updater=updater,
         state=state,
         total_steps=total,
-        metrics=Metrics(output / METRICS, _trackers(config, state.step if saved else None, logged, display)),
+        metrics=metrics,
         display=display,
+        ranks=ranks,
     )
+
+
+def _newest(output: Path, resume: bool, ranks: Ranks, display: Display) -> Path | None:
+    """The checkpoint to go on from, found by rank 0, which may put damaged ones aside."""
+    saved = None
+    if ranks.first:
+        saved = checkpoint.newest_whole(output / CHECKPOINTS, display.warn) if resume else None
+        if saved is None:
+            checkpoint.require_some(output / CHECKPOINTS)
+    saved = ranks.gather(saved)[0]
+    if saved is not None and not saved.is_dir():
+        raise ValueError(f"Rank {ranks.rank} can't see {saved}. Name an output_dir on a disk that all ranks share.")
+    return saved
 
 
 def _share(config: Config, plots: list[Path], display: Display) -> str | None:
@@ -322,9 +350,13 @@ def _sampling(config: Config, ends: tuple[int, ...]) -> Sampling:
     )
 
 
-def _engine(config: Config, model: Decoder, tokenizer: Any, state: RunState, eval_rows: int, reserve: int) -> Engine:
-    """The block count is found once and recorded in the state. reserve: what the optimizer will hold."""
-    running = running_sequences(config, eval_rows)
-    if not state.cache_blocks:
-        state.cache_blocks = blocks_that_fit(model, BLOCK_SIZE, [longest_sequence(config)] * running, reserve)
+def _engine(
+    config: Config, model: Decoder, tokenizer: Any, state: RunState, eval_rows: int, reserve: int, ranks: Ranks
+) -> Engine:
+    """The block count is found once for a number of ranks and recorded in the state. reserve: what the optimizer will
+    hold."""
+    running = running_sequences(config, eval_rows, ranks.world)
+    if not state.cache_blocks or state.ranks != ranks.world:
+        blocks = blocks_that_fit(model, BLOCK_SIZE, [longest_sequence(config)] * running, reserve)
+        state.cache_blocks, state.ranks = min(ranks.gather(blocks)), ranks.world
     return Engine(model, state.cache_blocks, BLOCK_SIZE, max_running=running, tokenizer=tokenizer)

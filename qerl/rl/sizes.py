@@ -18,9 +18,10 @@ def total_steps(config: Config, rows: int) -> int:
     return max(1, round(config.num_train_epochs * rows / config.prompts_per_step))
 
 
-def running_sequences(config: Config, eval_rows: int) -> int:
-    """How many the engine decodes at a time, at most."""
-    return min(MAX_RUNNING, max(config.prompts_per_step * config.num_generations, eval_rows))
+def running_sequences(config: Config, eval_rows: int, ranks: int = 1) -> int:
+    """How many the engine decodes at a time, at most; with several ranks each of their engines."""
+    prompts, rows = -(-config.prompts_per_step // ranks), -(-eval_rows // ranks)
+    return min(MAX_RUNNING, max(prompts * config.num_generations, rows))
 
 
 def largest_micro_batch(config: Config) -> int:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from qerl.rl.evaluate import evaluate
 from qerl.rl.folder import CHECKPOINTS, COMPLETIONS, EVALUATION
 from qerl.rl.guard import CollapseWatch, Interrupts
 from qerl.rl.measure import completions_table, peak_memory_gb, rollout_metrics, update_metrics, write_completions
+from qerl.rl.ranks import ALONE, Ranks
 from qerl.rl.rollout import Rollout, collect, train_samples
 from qerl.rl.schedule import NoiseLevel, layer_sigmas, learning_rate
 from qerl.rl.update import Tally, Updater
@@ -50,10 +51,12 @@ class Trainer:
     total_steps: int
     metrics: Metrics
     display: Display
+    ranks: Ranks = ALONE
     timing: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.interrupts = Interrupts(self.display.warn)
+        self.interrupts = Interrupts(self.display.warn, several=self.ranks.world > 1)
+        self.ranks = replace(self.ranks, own_work=self.interrupts.own_work)
         self.noise = NoiseLevel(self.config.noise, self.total_steps, self.state.sigma, self.state.target)
         self.watch = CollapseWatch(self.state.watched)
         self.told: set[str] = set()  # graders whose failures were spoken of
@@ -62,12 +65,13 @@ class Trainer:
     def train(self) -> None:
         """Runs to the end. Interrupted or broken off, it saves what is done; only half-updated weights are never
         saved."""
-        config, state = self.config, self.state
+        config, state, finished = self.config, self.state, False
         with self.display, self.interrupts:
             try:
                 while True:
                     self.evaluate_and_save_if_due()
                     if state.step >= self.total_steps:
+                        finished = True
                         return
                     step, started = state.step + 1, time.monotonic()
                     self.timing.clear()
@@ -80,11 +84,11 @@ class Trainer:
                     self.stop_if_not_finite()
             except KeyboardInterrupt as error:
                 raise Interrupted(
-                    f"Stopped after step {state.step} of {self.total_steps}. To go on: "
-                    f"qerl train --resume output_dir={config.output_dir} (from Python: the same call with resume=True)."
+                    f"Stopped after step {state.step} of {self.total_steps}. To go on: {self.ranks.command} train "
+                    f"--resume output_dir={config.output_dir} (from Python: the same call with resume=True)."
                 ) from error
             finally:
-                if 0 < state.step < self.total_steps and not self.interrupts.broken:
+                if state.step and not finished and not self.interrupts.broken:
                     self.display.say(f"Saved in {self.save()}.")
 
     def evaluate_and_save_if_due(self) -> None:
@@ -95,6 +99,7 @@ class Trainer:
             state.before = state.after if state.step == 0 else state.before
             state.evaluated = state.step
         if state.step and (ends or state.step % config.save_steps == 0):
+            self.updater.require_same_weights()
             self.save()
 
     def draw_noise(self, step: int) -> tuple[float, int]:
@@ -110,7 +115,7 @@ class Trainer:
     def roll_out(self, step: int) -> Rollout:
         """Sampled, scored and filtered groups."""
         done = [0, 0]
-        wanted = self.config.prompts_per_step * self.config.num_generations
+        wanted = self.config.prompts_per_step // self.ranks.world * self.config.num_generations
 
         def on_completion(tokens: int) -> None:
             done[0] += 1
@@ -130,6 +135,7 @@ class Trainer:
                 self.trainer_state(),
                 on_completion,
                 lambda: self.timed("reward"),
+                self.ranks,
             )
         self.timing["rollout"] -= self.timing.get("reward", 0.0) - before  # scored within the waves
         assert all(c.policy_version == version for c in rollout.completions), "completions of another policy"
@@ -142,21 +148,25 @@ class Trainer:
         total, first = self.total_steps * per_rollout, (step - 1) * per_rollout
         groups = len(samples) // config.num_generations
         size = config.num_generations * -(-groups // config.steps_per_generation)  # whole groups
-        tally = Tally()
+        updates = [samples[start : start + size] for start in range(0, len(samples), max(1, size))]
+        own = [part[i] for part in updates for i in self.updater.own(part)]
+        tally, mine = Tally(), Tally()
         results: list[dict[str, float]] = []
         with self.timed("train"):
             if self.model.device.type == "cuda":
                 self.sampler.sleep()
-            self.updater.score(samples, old=per_rollout > 1, reference=config.beta > 0)
+            self.updater.score(own, old=per_rollout > 1, reference=config.beta > 0)
             for _ in range(config.num_iterations):
-                for start in range(0, len(samples), max(1, size)):
+                for part in updates:
                     self.display.phase(f"update {len(results) + 1}/{per_rollout}")
                     rate = learning_rate(config, first + len(results), total)
-                    result = self.updater.step(samples[start : start + size], rate, tally)
+                    result = self.updater.step(part, rate, mine)
                     results.append(result | {"learning_rate": rate})
                     state.skipped_in_a_row = state.skipped_in_a_row + 1 if result["skipped"] else 0
                     if state.skipped_in_a_row:
                         self.display.warn(f"Step {step}: loss or gradient is not finite; the update was skipped.")
+            for each in self.ranks.gather(mine):
+                tally.include(each)
         self.sampler.on_policy_update()
         return tally, results
 
@@ -199,11 +209,11 @@ class Trainer:
             "data/too_long": self.source.too_long,
             "step_time": seconds,
             "rollout/tokens_per_s": sampled / max(1e-9, self.timing.get("rollout", 0.0)),
-            "memory/peak_gb": peak_memory_gb(self.model.device),
+            "memory/peak_gb": max(self.ranks.gather(peak_memory_gb(self.model.device))),
         } | {f"timing_s/{name}": value for name, value in self.timing.items()}
         if results:
             metrics["learning_rate"] = results[-1]["learning_rate"]
-        if config.log_completions:
+        if config.log_completions and self.ranks.first:
             path = Path(config.output_dir) / COMPLETIONS / f"step-{step:06d}.parquet"
             columns = completions_table(step, rollout, self.rewards, [sample.advantage for sample in samples])
             write_completions(path, columns)
@@ -242,14 +252,17 @@ class Trainer:
         with self.timed("eval"):
             self.sampler.wake()
             args = (self.eval_rows, self.tokenizer, self.sampler, self.sampling, self.rewards)
-            metrics, _ = evaluate(*args, self.trainer_state())
+            metrics, _ = evaluate(*args, self.trainer_state(), self.ranks)
         self.metrics.log(metrics | {EVALUATION: self.timing["eval"]}, self.state.step)
         shown = "  ".join(f"{key.removeprefix('eval_')} {value:.4g}" for key, value in metrics.items())
         self.display.say(f"evaluation after step {self.state.step}: {shown}")
         return metrics
 
     def save(self) -> Path:
+        """By rank 0, whatever the others do: it may be the last thing that is left to do."""
         folder, optimizer = Path(self.config.output_dir) / CHECKPOINTS, self.updater.optimizer
+        if not self.ranks.first:
+            return checkpoint.path_of(folder, self.state.step)
         with self.interrupts.shield("the checkpoint is written"):
             return checkpoint.save(folder, self.model, optimizer, self.state, self.config.save_total_limit)
 

@@ -18,6 +18,7 @@ from qerl.model.trained import refresh
 from qerl.rl.batch import MicroBatch, TrainSample, micro_batches
 from qerl.rl.correction import importance_weights
 from qerl.rl.loss import LossSettings, coefficients, policy_loss
+from qerl.rl.ranks import ALONE, Ranks, balanced, flat_gradients
 
 
 @dataclass
@@ -35,6 +36,15 @@ class Tally:
     def extremes(self, name: str, values_N: Tensor) -> None:
         self.largest[name] = max(self.largest.get(name, -math.inf), float(values_N.max()))
         self.smallest[name] = min(self.smallest.get(name, math.inf), float(values_N.min()))
+
+    def include(self, other: "Tally") -> None:
+        """Another rank's tokens as well."""
+        self.tokens += other.tokens
+        for name, value in other.sums.items():
+            self.sums[name] += value
+        for name, value in other.largest.items():
+            self.largest[name] = max(self.largest.get(name, -math.inf), value)
+            self.smallest[name] = min(self.smallest.get(name, math.inf), other.smallest[name])
 
     def mean(self, name: str) -> float:
         return self.sums[name] / max(1, self.tokens)
@@ -78,8 +88,8 @@ def loss_settings(config: Config) -> LossSettings:
 class Updater:
     """Holds what an update needs besides its samples."""
 
-    def __init__(self, config: Config, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-        self.config, self.model, self.optimizer = config, model, optimizer
+    def __init__(self, config: Config, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> None:
+        self.config, self.model, self.optimizer, self.ranks = config, model, optimizer, ranks
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.settings = loss_settings(config)
         self.recompute = config.recompute and model.device.type == "cuda"
@@ -87,16 +97,32 @@ class Updater:
         keeps = config.beta > 0 and config.init_adapter is not None
         self.initial = [p.detach().clone() for p in self.parameters] if keeps else None
 
+    def own(self, samples: Sequence[TrainSample]) -> list[int]:
+        """Which of an update's samples this rank computes: whole groups, about as many tokens as other ranks."""
+        if self.ranks.world == 1:
+            return list(range(len(samples)))
+        size = self.config.num_generations
+        groups = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)]
+        tokens = [sum(samples[i].length for i in group) for group in groups]
+        return [i for g in balanced(tokens, self.ranks.world)[self.ranks.rank] for i in groups[g]]
+
     def step(self, samples: Sequence[TrainSample], learning_rate: float, tally: Tally) -> dict[str, float]:
-        """Returns loss and grad_norm; where either is not finite nothing is changed, and `skipped` is 1."""
+        """samples: the update's, of all ranks; each computes its own, and the gradients' sum is everybody's. Returns
+        loss and grad_norm; where either is not finite nothing is changed, and `skipped` is 1."""
         lengths = [len(sample.token_ids) if sample.in_loss else 0 for sample in samples]
         coefficient = coefficients(self.settings, lengths)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        for micro in micro_batches(samples, coefficient, self.config.micro_batch_tokens, self.model.device):
+        flat = flat_gradients(self.parameters, more=1) if self.ranks.world > 1 else None
+        own, loss = self.own(samples), 0.0
+        mine, coefficient = [samples[i] for i in own], [coefficient[i] for i in own]
+        for micro in micro_batches(mine, coefficient, self.config.micro_batch_tokens, self.model.device):
             part = self._loss(micro, tally)
             part.backward()  # type: ignore[no-untyped-call]
             loss += float(part.detach())
+        if flat is not None:
+            flat[-1] = loss
+            self.ranks.add_up(flat)  # also what is not finite: all ranks skip the update then
+            loss = float(flat[-1])
         trained = [p for p in self.parameters if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
         result = {"loss": loss, "grad_norm": float(norm), "skipped": 0.0}
@@ -107,6 +133,15 @@ class Updater:
             nn.utils.clip_grads_with_norm_(trained, self.config.max_grad_norm, norm)
             self._apply(learning_rate)
         return result
+
+    def require_same_weights(self) -> None:
+        """Ranks take the same steps, so that their weights stay the same bit for bit; here it is looked at."""
+        if self.ranks.world > 1:
+            total = torch.stack([p.detach().double().sum() for p in self.parameters]).sum()
+            self.ranks.require_same(
+                float(total).hex(),
+                "their weights. Are the GPUs of one kind? Go on from a checkpoint (--resume).",
+            )
 
     def trial(self, samples: Sequence[TrainSample], tally: Tally) -> None:
         """One micro-batch forward and backward, nothing changed."""

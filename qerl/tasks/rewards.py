@@ -89,7 +89,7 @@ class Rewards:
                 self.begin(key, row, text)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            scores.extra[column] = list(values)
+            scores.extra[column] = [value if value is None else str(value) for value in values]
 
         def log_metric(name: str, value: float) -> None:
             if name in ("step", "time"):

@@ -155,6 +155,20 @@ def test_an_evaluation_after_a_checkpoint_of_its_step_is_there_once(tmp_path: Pa
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
+def test_an_interruption_in_the_last_update_loses_nothing(tmp_path: Path) -> None:
+    trainer = build(tiny_job(tmp_path / "run", "max_steps=1", "eval_size=0", "prompts_per_step=2"))
+    update = trainer.update
+
+    def stop(samples: list[TrainSample], step: int) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return update(samples, step)
+
+    trainer.update = stop
+    with trainer.metrics, pytest.raises(Interrupted, match="Stopped after step 1 of 1"):
+        trainer.train()
+    assert [path.name for path in checkpoint.checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000001"]
+
+
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
     result = qerl.train(tiny_job(tmp_path / "a", "max_steps=1", "eval_size=0"))
     kinds = {path.suffix for path in result.output_dir.rglob("*") if path.is_file()}
