@@ -326,5 +326,7 @@ def _engine(config: Config, model: Decoder, tokenizer: Any, state: RunState, eva
     """The block count is found once and recorded in the state. reserve: what the optimizer will hold."""
     running = running_sequences(config, eval_rows)
     if not state.cache_blocks:
-        state.cache_blocks = blocks_that_fit(model, BLOCK_SIZE, [longest_sequence(config)] * running, reserve)
-    return Engine(model, state.cache_blocks, BLOCK_SIZE, max_running=running, tokenizer=tokenizer)
+        lengths = [longest_sequence(config)] * running
+        state.cache_blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, reserve, config.kv_cache_dtype)
+    options: dict[str, Any] = {"max_running": running, "tokenizer": tokenizer, "kv_cache_dtype": config.kv_cache_dtype}
+    return Engine(model, state.cache_blocks, BLOCK_SIZE, **options)

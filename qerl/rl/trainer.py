@@ -148,6 +148,8 @@ class Trainer:
             if self.model.device.type == "cuda":
                 self.sampler.sleep()
             self.updater.score(samples, old=per_rollout > 1, reference=config.beta > 0)
+            if config.kv_cache_dtype != "auto":
+                tally.measured |= self.updater.cache_difference(samples)
             for _ in range(config.num_iterations):
                 for start in range(0, len(samples), max(1, size)):
                     self.display.phase(f"update {len(results) + 1}/{per_rollout}")

@@ -27,6 +27,7 @@ class Tally:
     tokens: int = 0
     largest: dict[str, float] = field(default_factory=dict)
     smallest: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)  # metrics as they are
 
     def add(self, name: str, values_N: Tensor) -> None:
         self.sums[name] += float(values_N.double().sum())
@@ -176,6 +177,19 @@ class Updater:
                     logp_N, _ = self.model.logprobs(hidden_TD[micro.places_N], micro.targets_N, self.config.temperature)
                 for sample, part in zip(micro.samples, torch.split(logp_N, lengths), strict=True):
                     sample.ref_logp = part
+
+    @torch.no_grad()
+    def cache_difference(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """How far the sampler's log-probs are from the same policy's, noise included, without an FP8 cache between: of
+        the first micro-batch, before the first update."""
+        weights, budget = [1.0] * len(samples), self.config.micro_batch_tokens
+        for micro in micro_batches(samples, weights, budget, self.model.device):
+            hidden_TD = self.model(micro.packed, noise=self.config.noise.schedule != "off")
+            logp_N, _ = self.model.logprobs(hidden_TD[micro.places_N], micro.targets_N, self.config.temperature)
+            difference_N = (logp_N - micro.behaviour_N).abs()
+            name = "sampling/fp8_cache_logp_difference"
+            return {f"{name}/mean": float(difference_N.mean()), f"{name}/max": float(difference_N.max())}
+        return {}
 
     @contextmanager
     def _reference(self) -> Iterator[None]:

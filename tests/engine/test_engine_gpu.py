@@ -81,6 +81,22 @@ def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int) -> None:
     assert (behaviour - truth).square().mean() <= 4 * (packed - truth).square().mean()
 
 
+def test_an_fp8_cache_errs_as_its_reference_does(tmp_path: Path) -> None:
+    """Graphs = eager; log-probs differ from float32's at most twice as much as those of the same cache in float32
+    arithmetic, which shows what FP8 alone costs; and rounding to bf16, as everywhere."""
+    model, exact = models(tmp_path, "nvfp4")
+    options = {"num_blocks": 2000, "block_size": 16, "kv_cache_dtype": "fp8"}
+    done = Engine(model, graphs=False, lookahead=8, **options).generate(REQUESTS, SAMPLING)
+    assert Engine(model, **options).generate(REQUESTS, SAMPLING) == done
+    truth, packed = packed_log_probs(exact, PROMPTS, done), packed_log_probs(model, PROMPTS, done)
+    alone = Engine(exact, **options).generate(REQUESTS, SAMPLING)
+    cost = (torch.tensor([p for c in alone for p in c.policy_logprobs]) - packed_log_probs(exact, PROMPTS, alone)).abs()
+    error = (torch.tensor([p for c in done for p in c.policy_logprobs]) - truth).abs()
+    print(f"log-probs, FP8 cache: mean {error.mean():.5f}, max {error.max():.5f}; FP8 alone {cost.mean():.5f}")  # noqa: T201
+    assert error.mean() <= 2 * (cost.mean() + (packed - truth).abs().mean())
+    assert error.max() <= 2 * (cost.max() + (packed - truth).abs().max())
+
+
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
 def test_every_base_can_be_captured(tmp_path: Path, base: str) -> None:
     model, _ = models(tmp_path, base)
