@@ -93,13 +93,15 @@ def bench_linear(
     shape: Annotated[str, typer.Option(help="Whose linear layers.")] = "qwen2.5-7b",
     rows: Annotated[str, typer.Option(help="Rows of x, that is, sequences in a decode step.")] = "1,8,16,32,64,128,256",
     rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
+    format: Annotated[str, typer.Option(help="nvfp4, or nf4 (beside bitsandbytes where that is installed).")] = "nvfp4",
     csv: Csv = None,
 ) -> None:
-    """NVFP4 linears on our kernels, alone and with LoRA, against cuBLAS in bf16: microseconds, on a GPU."""
+    """4-bit linears on our kernels, alone and with LoRA, against cuBLAS in bf16: microseconds, on a GPU."""
     from qerl.bench.linear import measure
 
-    columns = ("layer", "rows", "us", "with_lora_us", "bf16_us", "x_bf16", "of_floor", "tb_per_s")
-    _measured(measure(shape, _numbers(rows), rank, say), columns, f"{shape}: linear layers, LoRA r = {rank}", csv)
+    columns = ("layer", "rows", "us", "with_lora_us", "bf16_us", "x_bf16", "bitsandbytes_us", "of_floor", "tb_per_s")
+    title = f"{shape}: linear layers as {format}, LoRA r = {rank}"
+    _measured(measure(shape, _numbers(rows), rank, say, format), columns, title, csv)
 
 
 def _numbers(text: str) -> list[int]:

@@ -62,7 +62,7 @@ PROMPTS = [request.prompt_ids for request in REQUESTS]
 SAMPLING = Sampling(max_tokens=60, temperature=0.9, stop_ids=tuple(range(40)), noise=True)
 
 
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("base", ["bf16", "nvfp4", "nf4"])
 @pytest.mark.parametrize("blocks", [30, 2000])  # 30: preemption
 def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int) -> None:
     """Packed forward = prefill and eager decode (by habit: errors at most twice the packed ones); graphs = eager."""
