@@ -21,6 +21,7 @@ from qerl.model.architecture import PROJECTIONS, QKV, Architecture, architecture
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Attention, Block, DenseWeight, Mlp, Projection, QuantizedWeight, RMSNorm, Weight
 from qerl.model.shapes import shape_named
+from qerl.model.slow_layers import warn_of_slow_weights
 from qerl.quant import mxfp4, nf4, nvfp4
 from qerl.quant.checkpoint import Checkpoint, read_config, resolve
 from qerl.quant.convert import convert, fingerprint
@@ -161,7 +162,9 @@ def build(arch: Architecture, source: Source, dtype: torch.dtype, device: torch.
     embedding = source.table("model.embed_tokens.weight")
     blocks = [block(i) for i in range(arch.layers)]
     head = None if arch.tied else source.table("lm_head.weight")
-    return Decoder(arch, embedding, blocks, norm("model.norm"), head, dtype, device, name)
+    decoder = Decoder(arch, embedding, blocks, norm("model.norm"), head, dtype, device, name)
+    warn_of_slow_weights(decoder, dtype)
+    return decoder
 
 
 class CheckpointSource(Source):
