@@ -210,6 +210,9 @@ class Config(Section):
     top_p: float = setting(1.0, "Sample from the most likely tokens of this mass.", "share", gt=0, le=1)
     top_k: int = setting(0, "Sample from so many tokens; 0: all.", "tokens", ge=0)
     min_p: float = setting(0.0, "Leave out tokens below this share of the likeliest.", "share", ge=0, le=1)
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = setting(
+        "auto", "The sampler's keys and values: auto (as computed), or fp8: half the memory, rounded.", "name"
+    )
     repetition_penalty: float = setting(1.0, "Above 1: seen tokens become less likely.", "factor", gt=0)
 
     loss_type: LossType = setting("dapo", "grpo, dapo, dr_grpo, bnpo or cispo.", "name")
@@ -299,6 +302,11 @@ class Config(Section):
         weights, functions = self.reward_weights, self.reward_funcs
         if weights is not None and functions is not None and len(weights) != len(functions):
             raise ValueError(f"{len(weights)} reward_weights for {len(functions)} reward_funcs.")
+        if self.kv_cache_dtype != "auto" and self.ratio == "clean" and self.correction.form == "off":
+            raise ValueError(
+                "kv_cache_dtype=fp8 lets the sampler differ from the policy that is trained, and nothing corrects for "
+                "it with correction.form=off. Leave the correction on, or set kv_cache_dtype=auto."
+            )
         if self.base == "full" and self.init_adapter is not None:
             raise ValueError("init_adapter needs LoRA: take a base other than full.")
         if self.base == "full" and self.push_to_hub:

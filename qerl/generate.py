@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 from jinja2.exceptions import TemplateError
 
-from qerl.engine.cache import blocks_that_fit
+from qerl.engine.cache import blocks_that_fit, is_fp8
 from qerl.engine.engine import MAX_RUNNING, Engine
 from qerl.model.adapter import load_adapter
 from qerl.model.decoder import Decoder
@@ -98,13 +98,18 @@ def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def engine_for(
-    model: Decoder, tokenizer: Any, prompts: Iterable[int], max_tokens: int, num_blocks: int | None = None
+    model: Decoder,
+    tokenizer: Any,
+    prompts: Iterable[int],
+    max_tokens: int,
+    num_blocks: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Engine:
     """An engine whose cache holds prompts of these lengths with their completions as far as memory allows; of many, the
     longest that run at a time. num_blocks: so many blocks instead."""
     lengths = sorted((min(length + max_tokens, model.arch.max_positions) for length in prompts), reverse=True)
-    blocks = num_blocks or blocks_that_fit(model, BLOCK_SIZE, lengths[:MAX_RUNNING])
-    return Engine(model, blocks, BLOCK_SIZE, tokenizer=tokenizer)
+    blocks = num_blocks or blocks_that_fit(model, BLOCK_SIZE, lengths[:MAX_RUNNING], kv_cache_dtype=kv_cache_dtype)
+    return Engine(model, blocks, BLOCK_SIZE, tokenizer=tokenizer, kv_cache_dtype=kv_cache_dtype)
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class Job:
     dtype: str | None = None
     device: str | None = None
     num_blocks: int | None = None  # of the cache; by default what the job needs and memory allows
+    kv_cache_dtype: str = "auto"  # or fp8
 
 
 class Generation:
@@ -126,6 +132,7 @@ class Generation:
 
     def __init__(self, job: Job, sampling: Callable[[tuple[int, ...]], Sampling]) -> None:
         """sampling is told the model's stop ids."""
+        is_fp8(job.kv_cache_dtype)  # refuses a name that is not there, before anything is loaded
         folder = resolve(job.model)
         self.job = job
         self.tokenizer = load_tokenizer(folder)
@@ -135,7 +142,8 @@ class Generation:
         if job.adapter is not None:
             load_adapter(model, job.adapter)
         lengths = [len(request.prompt_ids) for request in self.requests for _ in range(job.samples)]
-        self.engine = engine_for(model, self.tokenizer, lengths, self.sampling.max_tokens, job.num_blocks)
+        most = self.sampling.max_tokens
+        self.engine = engine_for(model, self.tokenizer, lengths, most, job.num_blocks, job.kv_cache_dtype)
 
     def rows(self, on_tokens: Callable[[int], None], on_done: Callable[[], None]) -> Iterator[dict[str, Any]]:
         """A row a prompt, in order, as soon as it and those before it are complete: `prompt`, `completions`, and

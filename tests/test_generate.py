@@ -45,6 +45,14 @@ def test_the_command_gives_what_transformers_generates(folder: Path, tmp_path: P
             assert completion["finish_reason"] in ("stop", "length")
 
 
+def test_an_fp8_cache_is_an_option(folder: Path) -> None:
+    words = ("generate", "--model", folder, "--base", "bf16", "--prompt", "abc", "--max-tokens", 5, "--kv-cache-dtype")
+    assert last_json(qerl_command(*words, "fp8"))["tokens"] > 0
+    wrong = qerl_command(*words, "int8")
+    assert wrong.returncode == 2
+    assert "no kv_cache_dtype 'int8'; choose one of auto, fp8, fp8_e4m3" in wrong.stderr
+
+
 def test_messages_go_through_the_template_without_a_second_bos(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "<s>" + tokenizer.chat_template

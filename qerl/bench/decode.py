@@ -1,61 +1,169 @@
-"""Rollout speed by batch size: random weights of a shape, LoRA on all projections, every sample to its full length.
+"""Rollout speed: random weights of a shape, LoRA on all projections, every sample to its full length.
 
 Prefill is the time to the first token of all; the decode phase is the rest. The floor reads weights, adapter and cached
 keys and values once a step at 4.0 TB/s.
+
+Short traces are run as they are. Of long ones, decode steps are timed at `CONTEXTS` contexts from the prompt's length
+to the last, over a cache of zeros, and integrated (between contexts a step's time is taken as linear): 8192 tokens need
+200 steps instead of 8191. Such rows leave out the scheduler's share of the host's time. The column `timed` says which:
+"every step", or the number of contexts.
 """
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from qerl.bench.replay import BANDWIDTH
+from qerl.device import resolve_device
 from qerl.engine.cache import block_bytes, blocks_that_fit
+from qerl.engine.drawing import Drawing
 from qerl.engine.engine import Engine
+from qerl.engine.graphs import bucket
+from qerl.engine.sequence import Sequence
 from qerl.generate import BLOCK_SIZE
 from qerl.model.adapter import add_lora
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load_random
+from qerl.model.shapes import shape_named
 from qerl.records import Request, Sampling
+from qerl.rl.measure import peak_memory_gb
+
+CONTEXTS = 5
+LOOKS = 4  # at the host, at each context
+WARM_UP = 24  # tokens
 
 
-def measure(
-    shape: str, base: str, rank: int, batches: list[int], prompt: int, new: int, say: Callable[[str], None]
+@dataclass(frozen=True)
+class Table:
+    """What to measure: every combination."""
+
+    shapes: tuple[str, ...]
+    bases: tuple[str, ...]
+    ranks: tuple[int, ...]  # of LoRA; 0: none
+    batches: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    prompt: int  # tokens
+    run_up_to: int  # new tokens; longer traces are integrated
+    device: str | None = None
+    kv_cache_dtype: str = "auto"
+
+
+def measure(table: Table, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """A row for each combination; what does not fit into memory is said and left out."""
+    device = resolve_device(table.device)
+    for shape in table.shapes:
+        shape_named(shape)  # refused before anything is measured
+    for shape in table.shapes:
+        for base in table.bases:
+            for rank in table.ranks:
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                yield from _rows(table, shape, base, rank, device, say)
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+
+def _rows(
+    table: Table, shape: str, base: str, rank: int, device: torch.device, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each batch size. rank 0: no LoRA."""
-    if not torch.cuda.is_available():
-        raise ValueError("Rollout by batch size is measured on a GPU; without --batch the CPU serves too.")
-    say(f"Making random weights of {shape} as {base} ...")
-    model = load_random(shape, base=base, device="cuda", dtype="bfloat16")
+    say(f"Making random weights of {shape} as {base}, LoRA r = {rank} ...")
+    model = random_model(shape, base, rank, device)
+    lengths = [table.prompt + max(table.new_tokens) + 2 * BLOCK_SIZE] * max(table.batches)
+    blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, kv_cache_dtype=table.kv_cache_dtype)
+    engine = Engine(model, blocks, BLOCK_SIZE, max_running=max(table.batches), kv_cache_dtype=table.kv_cache_dtype)
+    token_bytes = block_bytes(model, BLOCK_SIZE, table.kv_cache_dtype) / BLOCK_SIZE
+    for batch in table.batches:
+        say(f"{shape} {base} r = {rank}, batch {batch} ...")
+        requests, first = _requests(model, batch, table.prompt), None
+        for new in table.new_tokens:
+            if batch * _blocks(table.prompt + new + engine.lookahead) > blocks:
+                say(f"batch {batch} with {new} new tokens does not fit: the cache has room for {blocks} blocks")
+                continue
+            if first is None:
+                engine.generate(requests, Sampling(max_tokens=WARM_UP))  # kernels are compiled, graphs captured
+                first = _seconds(engine, requests, 1)
+            if new <= table.run_up_to:
+                step, timed = (_seconds(engine, requests, new) - first) / max(1, new - 1), "every step"
+            else:
+                step, timed = mean_step_seconds(engine, batch, table.prompt, new), f"{CONTEXTS} contexts"
+            least = (_weight_bytes(model) + batch * (table.prompt + new / 2) * token_bytes) / BANDWIDTH
+            yield {
+                "model": shape, "base": base, "rank": rank, "batch": batch, "prompt": table.prompt, "new_tokens": new,
+                "kv_cache_dtype": table.kv_cache_dtype, "prefill_ms": round(1e3 * first, 1),
+                "tokens_per_s": round(batch / step, 1), "step_ms": round(1e3 * step, 3),
+                "floor_ms": round(1e3 * least, 3), "of_floor": round(least / step, 2), "timed": timed,
+                "peak_gb": round(_peak_gb(engine), 2),
+            }  # fmt: skip
+
+
+def random_model(shape: str, base: str, rank: int, device: torch.device) -> Decoder:
+    """Layers after the first are copies of it: a 32B shape is there in seconds."""
+    dtype = "bfloat16" if device.type == "cuda" else None
+    model = load_random(shape, base=base, device=device, dtype=dtype, repeat=True)
     if rank:
         add_lora(model, LoraSettings(r=rank, lora_alpha=2 * rank))
-    lengths = [prompt + new + BLOCK_SIZE] * max(batches)
-    engine = Engine(model, blocks_that_fit(model, BLOCK_SIZE, lengths), BLOCK_SIZE, max_running=max(batches))
-    draw = random.Random(0)
-    for batch in batches:
-        say(f"batch {batch} ...")
-        ids = [tuple(draw.randrange(model.arch.vocab) for _ in range(prompt)) for _ in range(batch)]
-        requests = [Request(i, prompt_ids, 1) for i, prompt_ids in enumerate(ids)]
-        engine.generate(requests, Sampling(max_tokens=24))  # kernels are compiled, graphs captured
-        first, all_ = (_seconds(engine, requests, count) for count in (1, new))
-        kept = batch * (prompt + new / 2) * block_bytes(model, BLOCK_SIZE) / BLOCK_SIZE
-        least = (_weight_bytes(model) + kept) / BANDWIDTH
-        yield {
-            "op": "decode", "shape": shape, "base": base, "rank": rank, "batch": batch, "prompt": prompt, "new": new,
-            "prefill_ms": round(1e3 * first, 1), "tokens_per_s": round(batch * (new - 1) / (all_ - first), 1),
-            "step_ms": round(1e3 * (all_ - first) / (new - 1), 3), "floor_ms": round(1e3 * least, 3),
-            "of_floor": round(least * (new - 1) / (all_ - first), 2),
-        }  # fmt: skip
+    return model
+
+
+def mean_step_seconds(engine: Engine, batch: int, prompt: int, new: int) -> float:
+    """Of the decode steps from the prompt's end to the last new token: trapezoids between `CONTEXTS` contexts."""
+    contexts = [prompt + round(i * (new - 1) / (CONTEXTS - 1)) for i in range(CONTEXTS)]
+    times = [step_seconds(engine, batch, context) for context in contexts]
+    return sum((a + b) / 2 for a, b in pairwise(times)) / (CONTEXTS - 1)
+
+
+def step_seconds(engine: Engine, batch: int, context: int) -> float:
+    """A decode step where all sequences have so many tokens. The cache holds what it holds: zeros take as long."""
+    drawing = Drawing(Sampling(max_tokens=1), engine.model.arch.vocab, engine.model.device)
+    need, on_gpu = _blocks(context + engine.lookahead), engine.graphs is not None
+    sequences = [
+        Sequence(i, i, 0, (1,) * context, engine.lookahead, blocks=list(range(i * need, (i + 1) * need)))
+        for i in range(batch)
+    ]
+    rows = bucket(batch) if on_gpu else batch
+    begun = 0.0
+    for look in range(LOOKS + 1):
+        if look == 1:  # the first compiles and captures
+            begun = time.monotonic()
+        engine.batch.fill(sequences, rows, drawing)
+        if engine.graphs is not None:
+            engine.graphs.run(engine.lookahead, rows, False, drawing)
+        else:
+            for _ in range(engine.lookahead):
+                engine.batch.step(rows, need, False, drawing)
+        engine.batch.read(engine.lookahead, batch)
+    return (time.monotonic() - begun) / (LOOKS * engine.lookahead)
+
+
+def _requests(model: Decoder, batch: int, prompt: int) -> list[Request]:
+    draw = random.Random(batch)
+    return [Request(i, tuple(draw.randrange(model.arch.vocab) for _ in range(prompt))) for i in range(batch)]
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
 
 
 def _seconds(engine: Engine, requests: list[Request], new: int) -> float:
-    torch.cuda.synchronize()
+    if engine.model.device.type == "cuda":
+        torch.cuda.synchronize()
     begun = time.monotonic()
     engine.generate(requests, Sampling(max_tokens=new))
     return time.monotonic() - begun
+
+
+def _peak_gb(engine: Engine) -> float:
+    """On a GPU what torch allocated at most, and the cache, which torch does not count."""
+    held = engine.cache.memory.nbytes if engine.cache.memory is not None else 0
+    return peak_memory_gb(engine.model.device) + held / 1e9
 
 
 def _weight_bytes(model: Decoder) -> int:

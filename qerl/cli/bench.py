@@ -48,39 +48,61 @@ def bench_quantize(
 
 @bench.command("rollout")
 def bench_rollout(
-    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "tiny",
+    shape: Annotated[str, typer.Option(help="Shape of the random model; with --batch a list.")] = "tiny",
     prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 32,
     samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 8,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    batch: Annotated[
-        str | None, typer.Option(help="Batch sizes, as 1,8,32: speed of prefill and decoding with LoRA, on a GPU.")
+    max_tokens: Annotated[str, typer.Option(help="New tokens at most; with --batch a list.")] = "256",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", show_default="cpu; with --batch a GPU if there is one")
     ] = None,
-    base: Annotated[str, typer.Option(help="With --batch: nvfp4, bf16, mxfp4 or nf4.")] = "nvfp4",
-    rank: Annotated[int, typer.Option(help="With --batch: LoRA's rank; 0: none.", min=0)] = 32,
+    batch: Annotated[
+        str | None, typer.Option(help="Batch sizes, as 1,8,32: speed of prefill and decoding with LoRA.")
+    ] = None,
+    base: Annotated[str, typer.Option(help="With --batch: nvfp4, bf16, mxfp4 or nf4; a list.")] = "nvfp4",
+    rank: Annotated[str, typer.Option(help="With --batch: LoRA's rank, a list; 0: none.")] = "32",
     prompt: Annotated[int, typer.Option(help="With --batch: tokens of a prompt.", min=1)] = 256,
+    run_up_to: Annotated[
+        int, typer.Option(help="With --batch: longer traces are timed at five contexts and integrated.", min=1)
+    ] = 512,
+    kv_cache_dtype: Annotated[str, typer.Option(help="With --batch: auto or fp8.")] = "auto",
     csv: Csv = None,
 ) -> None:
     """Our engine against transformers.generate: tokens a second on samples of mixed lengths.
 
-    With --batch, the engine alone by batch size: all samples as long as --max-tokens.
+    With --batch, the engine alone: every combination of the lists, all samples as long as --max-tokens.
     """
     from qerl.bench.results import append_rows
     from qerl.bench.rollout import compare
 
+    lengths = tuple(_numbers(max_tokens))
     if batch is not None:
-        from qerl.bench.decode import measure
+        from qerl.bench import decode
 
-        title = f"{shape} as {base}, LoRA r = {rank}, prompts of {prompt}, {max_tokens} new tokens"
-        shown = ("batch", "prefill_ms", "step_ms", "floor_ms", "of_floor", "tokens_per_s")
-        _measured(measure(shape, base, rank, _numbers(batch), prompt, max_tokens, say), shown, title, csv)
+        work = decode.Table(
+            shapes=_words(shape),
+            bases=_words(base),
+            ranks=tuple(_numbers(rank, least=0)),
+            batches=tuple(_numbers(batch)),
+            new_tokens=lengths,
+            prompt=prompt,
+            run_up_to=run_up_to,
+            device=device,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        shown = (
+            *("model", "base", "rank", "batch", "new_tokens", "prefill_ms", "step_ms", "floor_ms", "of_floor"),
+            *("tokens_per_s", "peak_gb"),
+        )
+        _measured(decode.measure(work, say), shown, f"Prefill and decoding, prompts of {prompt} tokens", csv)
         return
-    rows = compare(shape, prompts, samples, max_tokens, device, say)
+    if len(lengths) > 1:
+        raise ValueError("Several --max-tokens belong to --batch.")
+    rows = compare(shape, prompts, samples, lengths[0], device or "cpu", say)
     if csv:
         append_rows(csv, rows)
     columns = ("contender", "tokens", "seconds", "tokens_per_s")
     table = Table(
-        *columns, title=f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {device}"
+        *columns, title=f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {device or 'cpu'}"
     )
     for row in rows:
         table.add_row(*(str(row[column]) for column in columns))
@@ -93,20 +115,82 @@ def bench_linear(
     shape: Annotated[str, typer.Option(help="Whose linear layers.")] = "qwen2.5-7b",
     rows: Annotated[str, typer.Option(help="Rows of x, that is, sequences in a decode step.")] = "1,8,16,32,64,128,256",
     rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
+    format: Annotated[str, typer.Option(help="nvfp4, or nf4 (beside bitsandbytes where that is installed).")] = "nvfp4",
     csv: Csv = None,
 ) -> None:
-    """NVFP4 linears on our kernels, alone and with LoRA, against cuBLAS in bf16: microseconds, on a GPU."""
+    """4-bit linears on our kernels, alone and with LoRA, against cuBLAS in bf16: microseconds, on a GPU."""
     from qerl.bench.linear import measure
 
-    columns = ("layer", "rows", "us", "with_lora_us", "bf16_us", "x_bf16", "of_floor", "tb_per_s")
-    _measured(measure(shape, _numbers(rows), rank, say), columns, f"{shape}: linear layers, LoRA r = {rank}", csv)
+    columns = ("layer", "rows", "us", "with_lora_us", "bf16_us", "x_bf16", "bitsandbytes_us", "of_floor", "tb_per_s")
+    title = f"{shape}: linear layers as {format}, LoRA r = {rank}"
+    _measured(measure(shape, _numbers(rows), rank, say, format), columns, title, csv)
 
 
-def _numbers(text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isdigit() and int(word) > 0 for word in words):
-        raise ValueError(f"{text!r} is no list of numbers; write them as 1,8,32.")
+@bench.command("prefill")
+def bench_prefill(
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
+    base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4 or nf4.")] = "nvfp4",
+    rank: Annotated[int, typer.Option(help="LoRA's rank; 0: none.", min=0)] = 32,
+    prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 16,
+    samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 16,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 512,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    csv: Csv = None,
+) -> None:
+    """Groups: prompts x samples against as many separate prompts, until every sample has its second token."""
+    from qerl.bench.prefill import measure
+
+    rows = measure(shape, base, rank, (prompts, samples), prompt, device, say)
+    _measured(rows, ("prompts", "samples", "prompt", "ms"), f"{shape} as {base}, LoRA r = {rank}: prefill", csv)
+
+
+@bench.command("startup")
+def bench_startup(
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
+    folder: Annotated[
+        Path | None, typer.Option(help="Where to put the model.", show_default="the temporary folder")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    csv: Csv = None,
+) -> None:
+    """From a local NVFP4 checkpoint to the first token: seconds since the process was started, in two runs."""
+    from qerl.bench.startup import measure
+
+    columns = ("run", "imported_s", "loaded_s", "engine_s", "first_token_s", "decoding_s")
+    _measured(measure(shape, folder, device, say), columns, f"{shape} as nvfp4: start-up", csv)
+
+
+@bench.command("logprobs")
+def bench_logprobs(
+    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
+    base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4 or nf4.")] = "nvfp4",
+    rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
+    sigma: Annotated[float, typer.Option(help="Noise.", min=0)] = 0.01,
+    batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 64,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 256,
+    max_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 256,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    csv: Csv = None,
+) -> None:
+    """The sampler's log-probs against the trainer's, LoRA and noise on: mean and largest difference."""
+    from qerl.bench.logprobs import measure
+
+    lengths, columns = (prompt, max_tokens), ("trainer", "tokens", "mean", "max")
+    rows = measure(shape, base, rank, sigma, batch, lengths, kv_cache_dtype, device, say)
+    title = f"{shape} as {base}, LoRA r = {rank}, sigma {sigma:g}, cache {kv_cache_dtype}: |difference| of log-probs"
+    _measured(rows, columns, title, csv)
+
+
+def _numbers(text: str, least: int = 1) -> list[int]:
+    words = _words(text)
+    if not all(word.isdigit() and int(word) >= least for word in words):
+        raise ValueError(f"{text!r} is no list of numbers from {least} up; write them as 1,8,32.")
     return [int(word) for word in words]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
 
 
 def _measured(rows: Iterable[dict[str, Any]], columns: tuple[str, ...], title: str, csv: Path | None) -> None:
@@ -119,6 +203,8 @@ def _measured(rows: Iterable[dict[str, Any]], columns: tuple[str, ...], title: s
         table.add_row(*(str(row[column]) for column in columns))
         if csv:
             append_rows(csv, [row])
+    if not found:
+        raise ValueError("Nothing was measured: none of it fits into memory.")
     screen.print(table)
     finish({"rows": found})
 

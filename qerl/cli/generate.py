@@ -30,6 +30,9 @@ def generate(
     cache_blocks: Annotated[
         int | None, typer.Option(help="Blocks of the cache.", show_default="what fits", min=1)
     ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Keys and values: auto (as computed), or fp8: half the memory, rounded.")
+    ] = "auto",
 ) -> None:
     """Continue prompts, on 16-bit or 4-bit weights, with or without an adapter."""
     if (prompt is None) == (file is None):
@@ -44,7 +47,7 @@ def generate(
         return Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_ids=stop_ids)
 
     prompts: list[tool.Prompt] = tool.read_prompts(file) if file else [prompt or ""]
-    job = tool.Job(model, prompts, n, base, adapter, dtype, device, cache_blocks)
+    job = tool.Job(model, prompts, n, base, adapter, dtype, device, cache_blocks, kv_cache_dtype)
     say(f"Loading {model} ...")
     generation = tool.Generation(job, sampling)
     started, tokens, errors = time.monotonic(), [0], []

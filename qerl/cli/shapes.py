@@ -41,13 +41,14 @@ def random(
     ],
     out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    base: Annotated[str, typer.Option(help="bf16, or nvfp4: uniform codes, numbers that repeat.")] = "bf16",
 ) -> None:
-    """Write a 16-bit checkpoint with random weights of a named shape, to try things on."""
-    from qerl.model.random_checkpoint import write_random_checkpoint
+    """Write a checkpoint with random weights of a named shape, to try things on."""
+    from qerl.model.random_checkpoint import contents, write_random_checkpoint
     from qerl.model.shapes import shape_named
 
-    tensors = shape_named(shape).tensors()
+    chosen = shape_named(shape)
     with byte_progress(f"random {shape}") as (on_plan, on_bytes):
-        on_plan(sum(spec.nbytes for spec in tensors.values()))
-        write_random_checkpoint(shape_named(shape), out, seed, on_bytes)
-    finish({"out": out, "parameters": sum(spec.numel for spec in tensors.values())})
+        on_plan(sum(spec.nbytes for spec in contents(chosen, base)[0].values()))
+        write_random_checkpoint(chosen, out, seed, on_bytes, base)
+    finish({"out": out, "parameters": sum(spec.numel for spec in chosen.tensors().values())})

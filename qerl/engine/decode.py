@@ -69,9 +69,9 @@ class DecodeBatch:
         scratch, counters = self.cache.scratch, self.counters
 
         def attend(layer: int, heads: Heads) -> Tensor:
-            keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.model.arch.windows[layer]
-            q_SHd = turned_into_cache(heads, keys, values, place_S)
-            return paged_attention(q_SHd, keys, values, table_SB, position_S, size, window, scratch, counters)
+            (keys, values, scales), window = self.cache.layer(layer), self.model.arch.windows[layer]
+            q_SHd = turned_into_cache(heads, keys, values, place_S, scales)
+            return paged_attention(q_SHd, keys, values, table_SB, position_S, size, window, scratch, counters, scales)
 
         hidden_SD = self.model.run(numbers[TOKEN], position_S, attend, noise)
         seen_SV = self.seen_SV[:rows] if drawing.penalizes and self.seen_SV is not None else None

@@ -33,7 +33,7 @@ class Engine:
     token_budget (by default 8192 on a GPU, 2048 on a CPU) and max_running bound a step. graphs: capture decode steps
     (by default on a GPU); lookahead: decode steps between looks at the host (by default 8 with graphs, else 1). A call
     shares prefixes among its own prompts; with keep_prefixes also those of earlier calls, so that its rounding depends
-    on them.
+    on them. kv_cache_dtype: auto (the model's own), or fp8 for keys and values in half the bytes, rounded.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Engine:
         graphs: bool | None = None,
         lookahead: int | None = None,
         keep_prefixes: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.keep_prefixes = keep_prefixes
         if token_budget is None:
@@ -61,7 +62,7 @@ class Engine:
         captures = on_gpu if graphs is None else graphs
         self.lookahead = lookahead or (LOOKAHEAD if captures else 1)
         self.pool = BlockPool(num_blocks, block_size)
-        self.cache = Cache(model, num_blocks, block_size)
+        self.cache = Cache(model, num_blocks, block_size, kv_cache_dtype)
         self.runner = Runner(model, self.cache)
         # A context, and what may be drawn past its end; in buckets.
         most = bucket(-(-(min(model.arch.max_positions, num_blocks * block_size) + self.lookahead) // block_size) + 1)
@@ -146,7 +147,7 @@ class Engine:
             self._streaming = False
             if not finished:  # left or broken off, perhaps in the middle of bookkeeping, perhaps with NaN in the cache
                 self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
-                self.cache.both.zero_()
+                self.cache.clear()
 
     def _run(self, step: Step, drawing: Drawing) -> dict[Sequence, Drawn]:
         """The step's tokens through the model: what each sequence that samples drew."""

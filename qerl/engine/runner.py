@@ -86,16 +86,15 @@ class _MixedAttention:
             )
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
-        keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.windows[layer]
-        q_THd = turned_into_cache(heads, keys, values, self.written_T)
+        (keys, values, scales), window, scratch = self.cache.layer(layer), self.windows[layer], self.cache.scratch
+        q_THd = turned_into_cache(heads, keys, values, self.written_T, scales)
         parts, single = [], self.singles
         if single:
             q_SHd, position_S, size = q_THd[:single], self.positions_T[:single], self.cache.block_size
-            parts.append(
-                paged_attention(q_SHd, keys, values, self.table_SB, position_S, size, window, self.cache.scratch)
-            )
+            args = (q_SHd, keys, values, self.table_SB, position_S, size, window, scratch)
+            parts.append(paged_attention(*args, scales_2PG=scales))
         if self.lengths:
-            k_KGd, v_KGd = keys[self.context_K], values[self.context_K]
+            k_KGd, v_KGd = self.cache.read(layer, self.context_K)
             ends, lengths = (self.bounds, self.key_bounds), (self.lengths, self.key_lengths)
             parts.append(packed_attention(q_THd[single:], k_KGd, v_KGd, ends, lengths, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from qerl.kernels.choice import fused
+from qerl.kernels.fp8_cache import to_fp8
 from qerl.kernels.rms_norm import rms_norm_reference
 from qerl.kernels.rope import rope
 
@@ -34,12 +35,19 @@ def turned(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return rope(q, heads.cos, heads.sin), rope(k, heads.cos, heads.sin), v
 
 
-def turned_into_cache(heads: Heads, keys_PGd: Tensor, values_PGd: Tensor, places_T: Tensor) -> Tensor:
-    """q [T, H, d]; k and v are written to keys_PGd and values_PGd [P, G, d], contiguous, at places_T int64 [T]."""
+def turned_into_cache(
+    heads: Heads, keys_PGd: Tensor, values_PGd: Tensor, places_T: Tensor, scales_2PG: Tensor | None = None
+) -> Tensor:
+    """q [T, H, d]; k and v are written to keys_PGd and values_PGd [P, G, d], contiguous, at places_T int64 [T].
+
+    scales_2PG: float32, contiguous: the cache is FP8 (`fp8_cache`), and the scales of keys and values go there.
+    """
     if fused(heads.qkv_TN, *(heads.gains or ())):
         from qerl.kernels.gpu import heads as gpu
 
-        return gpu.turned_into_cache(heads, keys_PGd, values_PGd, places_T)
+        return gpu.turned_into_cache(heads, keys_PGd, values_PGd, places_T, scales_2PG)
     q, k, v = turned(heads)
+    if scales_2PG is not None:
+        (k, scales_2PG[0, places_T]), (v, scales_2PG[1, places_T]) = to_fp8(k), to_fp8(v)
     keys_PGd[places_T], values_PGd[places_T] = k, v
     return q

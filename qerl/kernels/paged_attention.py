@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.choice import fused
+from qerl.kernels.fp8_cache import from_fp8
 
 
 def paged_attention(
@@ -24,6 +25,7 @@ def paged_attention(
     window: int | None = None,
     scratch: list[Tensor] | None = None,
     counters: Tensor | None = None,
+    scales_2PG: Tensor | None = None,
 ) -> Tensor:
     """q [S, H, d] -> [S, H, d] in the same dtype, contiguous both.
 
@@ -31,15 +33,17 @@ def paged_attention(
     any row stride: each sequence's blocks in order; position_S int64, any stride: a query sees the places of positions
     up to its own. window: only the last so many of them, itself included. scratch: for the reference, two tensors, kept
     and grown, for the gathered keys and values. counters: for the kernel, int32 zeros, at least S * G, zeros again
-    afterwards; without them every call makes its own.
+    afterwards; without them every call makes its own. scales_2PG: float32, contiguous: keys and values are FP8 codes
+    (`fp8_cache`), and these are the scales of either.
     """
     if fused(q_SHd, keys_PGd, values_PGd):
         from qerl.kernels.gpu import paged_attention as gpu
 
-        return gpu.paged_attention(
-            q_SHd, keys_PGd, values_PGd, table_SB, position_S, block_size, window, counters=counters
-        )
-    return paged_attention_reference(q_SHd, keys_PGd, values_PGd, table_SB, position_S, block_size, window, scratch)
+        args = (q_SHd, keys_PGd, values_PGd, table_SB, position_S, block_size, window)
+        return gpu.paged_attention(*args, counters=counters, scales_2PG=scales_2PG)
+    return paged_attention_reference(
+        q_SHd, keys_PGd, values_PGd, table_SB, position_S, block_size, window, scratch, scales_2PG
+    )
 
 
 def paged_attention_reference(
@@ -51,6 +55,7 @@ def paged_attention_reference(
     block_size: int,
     window: int | None = None,
     scratch: list[Tensor] | None = None,
+    scales_2PG: Tensor | None = None,
 ) -> Tensor:
     """Gathers each sequence's blocks, then a standard attention with a mask."""
     sequences, blocks = table_SB.shape
@@ -61,7 +66,8 @@ def paged_attention_reference(
 
     def gather(cache_PGd: Tensor, which: int) -> Tensor:
         """The sequences' blocks side by side: [S, G, L, d]."""
-        rows = cache_PGd.view(-1, block_size * cache_PGd[0].numel())
+        held = cache_PGd if scales_2PG is None else cache_PGd.view(torch.uint8)
+        rows = held.view(-1, block_size * held[0].numel())
         index = table_SB.flatten()
         if scratch is None or q_SHd.is_cuda:
             found = rows.index_select(0, index)
@@ -69,7 +75,11 @@ def paged_attention_reference(
             if len(scratch[which]) < len(index):
                 scratch[which] = rows.new_empty(len(index), rows.shape[1])
             found = torch.index_select(rows, 0, index, out=scratch[which][: len(index)])
-        return found.view(sequences, -1, *cache_PGd.shape[1:]).transpose(1, 2)
+        found = found.view(cache_PGd.dtype).view(sequences, -1, *cache_PGd.shape[1:]).transpose(1, 2)
+        if scales_2PG is None:
+            return found
+        scales = scales_2PG[which].view(-1, block_size, scales_2PG.shape[-1])[index]
+        return from_fp8(found, scales.view(sequences, -1, scales.shape[-1]).transpose(1, 2), q_SHd.dtype)
 
     k, v = gather(keys_PGd, 0), gather(values_PGd, 1)
     mask = seen_SL[:, None, None]

@@ -1,7 +1,7 @@
 """y = x W^T for a frozen weight kept in 4 bits.
 
 The weight is dequantized for the product and not kept: the backward pass, which needs only dx = dy W, dequantizes it
-again: on a GPU by a kernel (`gpu/fp4_tiled`), NF4 by the format's reference.
+again: on a GPU by a kernel (`gpu/fp4_tiled`, `gpu/nf4_linear`).
 """
 
 from collections.abc import Callable

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Block, Lora, LoraSettings, Projection, RMSNorm
+from qerl.model.slow_layers import warn_of_slow_lora
 from qerl.quant.partial import require_new
 
 HARMLESS_INITS = ("gaussian", "eva", "orthogonal")  # others change the base weights as well
@@ -63,6 +64,7 @@ def add_lora(model: Decoder, settings: LoraSettings, seed: int = 0) -> None:
         for module in model.modules():
             if isinstance(module, Projection):
                 module.lay_out_lora(model.dtype)
+        warn_of_slow_lora(model)
     model.lora = settings
 
 

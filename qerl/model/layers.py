@@ -12,6 +12,7 @@ from qerl.kernels.choice import fused
 from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.heads import Heads
 from qerl.kernels.low_rank import LowRank, low_rank_buffers
+from qerl.kernels.nf4_tiles import Nf4Tiles, tile_nf4
 from qerl.kernels.quant_linear import quant_linear
 from qerl.kernels.rms_norm import add_rms_norm, rms_norm
 from qerl.kernels.swiglu import swiglu
@@ -19,6 +20,7 @@ from qerl.model.architecture import PROJECTIONS, Architecture
 from qerl.model.trained import Trained
 from qerl.quant.layout import Quantized, dequantize_into
 from qerl.quant.mxfp4 import MXFP4
+from qerl.quant.nf4 import NF4
 from qerl.quant.nvfp4 import NVFP4
 
 # attend(layer, heads not yet turned) -> [T, H, d]. Packed sequences and a paged cache bring their own.
@@ -62,8 +64,8 @@ class DenseWeight(nn.Module):
 class QuantizedWeight(nn.Module):
     """Frozen matrices in 4 bits, fused along N; each part keeps its own scales, and may be dense (an ignored layer).
 
-    On a CPU, which has no kernel for 4 bits, a dequantized copy is kept. On a GPU with bf16 activations, NVFP4 and
-    MXFP4 are laid out for the kernels, in place of the parts.
+    On a CPU, which has no kernel for 4 bits, a dequantized copy is kept. On a GPU with bf16 activations the parts are
+    laid out for the kernels instead.
     """
 
     def __init__(self, parts: list[Quantized | Tensor], dtype: torch.dtype, keep_copy: bool) -> None:
@@ -76,6 +78,10 @@ class QuantizedWeight(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The whole matrix [N, K], dequantized."""
+        if isinstance(self.tiles, Nf4Tiles):
+            from qerl.kernels.gpu.nf4_linear import dequantize_nf4
+
+            return dequantize_nf4(self.tiles).to(dtype)
         if self.tiles is not None:
             from qerl.kernels.gpu.fp4_tiled import dequantize_tiles
 
@@ -94,8 +100,11 @@ class QuantizedWeight(nn.Module):
         return F.linear(x, self.kept) if self.kept is not None else quant_linear(x, self.dense)
 
 
-def _tiles(parts: list[Quantized | Tensor]) -> Tiles | None:
-    """None where the kernels do not serve: NF4, 16-bit parts, two formats, no GPU."""
+def _tiles(parts: list[Quantized | Tensor]) -> Tiles | Nf4Tiles | None:
+    """None where the kernels do not serve: 16-bit parts, two formats, NF4 blocks that straddle rows, no GPU."""
+    normal = [part for part in parts if isinstance(part, NF4)]
+    if len(normal) == len(parts) and all(part.packed.is_cuda for part in normal):
+        return tile_nf4(normal)
     for kind in (NVFP4, MXFP4):
         found = [part for part in parts if isinstance(part, kind)]
         if len(found) == len(parts) and all(part.packed.is_cuda for part in found):
@@ -169,12 +178,15 @@ class Projection(nn.Module):
 
     def _fused(self, x: Tensor, mode: Mode, gated: bool) -> Tensor:
         from qerl.kernels.gpu.fp4_linear import dense_linear, fp4_linear
+        from qerl.kernels.gpu.nf4_linear import nf4_linear
 
         rows = x.flatten(0, -2)
         low = self.low if mode.adapter else None
         bias = self.bias if self.trained_bias is None else self.trained_bias.read()
         if isinstance(self.weight, DenseWeight):
             y = dense_linear(rows, self.weight.read(), bias, low, gated)
+        elif isinstance(self.weight.tiles, Nf4Tiles):
+            y = nf4_linear(rows, self.weight.tiles, bias, low, gated)
         else:
             assert self.weight.tiles is not None
             y = fp4_linear(rows, self.weight.tiles, bias, low, gated)

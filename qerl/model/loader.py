@@ -4,6 +4,7 @@ Beside the model being built there is never more than the tensors of one fused l
 run on 4 bits goes through the streaming converter once; the result stays in the user's cache folder for the next time.
 """
 
+import copy
 import fcntl
 import logging
 import os
@@ -20,7 +21,9 @@ from qerl.device import resolve_device
 from qerl.model.architecture import PROJECTIONS, QKV, Architecture, architecture_of
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Attention, Block, DenseWeight, Mlp, Projection, QuantizedWeight, RMSNorm, Weight
+from qerl.model.random_checkpoint import BLOCK_SCALE, CODES_STD, STD
 from qerl.model.shapes import shape_named
+from qerl.model.slow_layers import warn_of_slow_weights
 from qerl.quant import mxfp4, nf4, nvfp4
 from qerl.quant.checkpoint import Checkpoint, read_config, resolve
 from qerl.quant.convert import convert, fingerprint
@@ -88,8 +91,10 @@ def load_random(
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     layers: int | None = None,
+    repeat: bool = False,
 ) -> Decoder:
-    """A `Decoder` with random weights of a named shape, made on the device: for benchmarks. layers: fewer than all."""
+    """A `Decoder` with random weights of a named shape, made on the device: for benchmarks. layers: fewer than all.
+    repeat: layers after the first are copies of it, which is faster by far."""
     import transformers
 
     device, dtype = _place(base, device, dtype)
@@ -98,7 +103,7 @@ def load_random(
         config["num_hidden_layers"] = layers
     arch = architecture_of(transformers.AutoConfig.for_model(**config))
     _warn_of_copies(arch, base, dtype, device)
-    return build(arch, RandomSource(arch, base, dtype, device, seed), dtype, device)
+    return build(arch, RandomSource(arch, base, dtype, device, seed, repeat), dtype, device)
 
 
 def _place(
@@ -161,7 +166,9 @@ def build(arch: Architecture, source: Source, dtype: torch.dtype, device: torch.
     embedding = source.table("model.embed_tokens.weight")
     blocks = [block(i) for i in range(arch.layers)]
     head = None if arch.tied else source.table("lm_head.weight")
-    return Decoder(arch, embedding, blocks, norm("model.norm"), head, dtype, device, name)
+    decoder = Decoder(arch, embedding, blocks, norm("model.norm"), head, dtype, device, name)
+    warn_of_slow_weights(decoder, dtype)
+    return decoder
 
 
 class CheckpointSource(Source):
@@ -234,15 +241,24 @@ def _vector_size(arch: Architecture, name: str) -> int:
 
 class RandomSource(Source):
     """Random weights made on the device, 4-bit ones without ever being 16-bit: codes uniform, scales for a deviation
-    of about .02."""
+    of about .02. repeat: one random weight for each kind of layer, copied."""
 
-    STD = 0.02
-
-    def __init__(self, arch: Architecture, base: str, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, arch: Architecture, base: str, dtype: torch.dtype, device: torch.device, seed: int, repeat: bool
+    ) -> None:
         self.arch, self.base, self.dtype, self.device = arch, base, dtype, device
         self.generator = torch.Generator(device).manual_seed(seed)
+        self.made: dict[tuple[str, ...], Weight] | None = {} if repeat else None
 
     def matrix(self, modules: tuple[str, ...]) -> Weight:
+        if self.made is None:
+            return self._made(modules)
+        kind = tuple(module.rpartition(".")[2] for module in modules)
+        if kind in self.made:
+            return copy.deepcopy(self.made[kind])
+        return self.made.setdefault(kind, self._made(modules))
+
+    def _made(self, modules: tuple[str, ...]) -> Weight:
         shapes = [_matrix_shape(self.arch, module) for module in modules]
         if self.base == "bf16":
             return DenseWeight(self._normal((sum(n for n, _ in shapes), shapes[0][1])))
@@ -258,21 +274,21 @@ class RandomSource(Source):
 
     def _normal(self, shape: tuple[int, int]) -> Tensor:
         empty = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return empty.normal_(0.0, self.STD, generator=self.generator)
+        return empty.normal_(0.0, STD, generator=self.generator)
 
     def _quantized(self, n: int, k: int) -> Quantized:
         def codes(*shape: int) -> Tensor:
             return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=self.generator)
 
         if self.base == "nvfp4":  # uniform E2M1 codes have a deviation of 2.9
-            scale = torch.full((n, k // nvfp4.BLOCK), 64.0, dtype=torch.float32, device=self.device)
-            whole = torch.tensor([64.0 * 2.9 / self.STD], dtype=torch.float32, device=self.device)
+            scale = torch.full((n, k // nvfp4.BLOCK), BLOCK_SCALE, dtype=torch.float32, device=self.device)
+            whole = torch.tensor([BLOCK_SCALE * CODES_STD / STD], dtype=torch.float32, device=self.device)
             return nvfp4.NVFP4(codes(n, k // 2), scale.to(torch.float8_e4m3fn), whole)
         if self.base == "mxfp4":  # 2**-7 * 2.9 = .023
             scale = torch.full((n, k // mxfp4.BLOCK), mxfp4.BIAS - 7, dtype=torch.uint8, device=self.device)
             return mxfp4.MXFP4(codes(n, k // 2), scale)
         # uniform NF4 codes have a deviation of .54
-        absmax = torch.full((n * k // nf4.BLOCK,), self.STD / 0.54, dtype=torch.float32, device=self.device)
+        absmax = torch.full((n * k // nf4.BLOCK,), STD / 0.54, dtype=torch.float32, device=self.device)
         return nf4.NF4(codes(n * k // 2), absmax, (n, k))
 
 

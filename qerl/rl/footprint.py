@@ -10,7 +10,7 @@ are estimates of what libraries add, and are there to be corrected by measuremen
 
 from dataclasses import dataclass
 
-from qerl.engine.cache import GPU_SHARE
+from qerl.engine.cache import GPU_SHARE, head_bytes
 from qerl.kernels.logprob import CHUNK_BYTES
 from qerl.model.adapter import match_targets
 from qerl.model.architecture import PROJECTIONS
@@ -37,6 +37,7 @@ class Workload:
     longest: int  # tokens of a sequence
     item: int = 2  # bytes of an activation
     keys: int = 0  # of a micro-batch with shared prompts, which copies keys and values; 0 where none is shared
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
     if work.base == "full":  # the head's gradient, in float32 and as it is passed on
         logits += shape.vocab * hidden * (4 + item)
     activations = token * work.micro_batch + _copied(shape, work)
-    place = 2 * shape.kv_heads * shape.head_dim * item  # a token's key and value in one layer
+    # A token's key and value in one layer.
+    place = 2 * shape.kv_heads * head_bytes(shape.head_dim, item, work.kv_cache_dtype)
     return Footprint(
         weights=_weights(shape, work.base, item),
         masters=4 * (matrices + gains),

@@ -66,7 +66,7 @@ def update_metrics(tally: Tally, results: list[dict[str, float]], beta: float) -
         "sampling/importance_sampling_ratio/max": tally.largest["ratio"],
         "sampling/capped": tally.mean("touched"),
         "sampling/ess": tally.effective_sample_size,
-    }
+    } | tally.measured
     return metrics | ({"kl": tally.mean("kl")} if beta else {})
 
 

@@ -93,6 +93,7 @@ def workload(config: Config) -> Workload:
         sequences=running_sequences(config, config.eval_size),
         longest=longest_sequence(config),
         item=4 if config.dtype == "float32" else 2,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
 
 

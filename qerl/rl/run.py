@@ -357,6 +357,8 @@ def _engine(
     hold."""
     running = running_sequences(config, eval_rows, ranks.world)
     if not state.cache_blocks or state.ranks != ranks.world:
-        blocks = blocks_that_fit(model, BLOCK_SIZE, [longest_sequence(config)] * running, reserve)
+        lengths = [longest_sequence(config)] * running
+        blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, reserve, config.kv_cache_dtype)
         state.cache_blocks, state.ranks = min(ranks.gather(blocks)), ranks.world
-    return Engine(model, state.cache_blocks, BLOCK_SIZE, max_running=running, tokenizer=tokenizer)
+    options: dict[str, Any] = {"max_running": running, "tokenizer": tokenizer, "kv_cache_dtype": config.kv_cache_dtype}
+    return Engine(model, state.cache_blocks, BLOCK_SIZE, **options)

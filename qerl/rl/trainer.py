@@ -156,6 +156,8 @@ class Trainer:
             if self.model.device.type == "cuda":
                 self.sampler.sleep()
             self.updater.score(own, old=per_rollout > 1, reference=config.beta > 0)
+            if config.kv_cache_dtype != "auto":
+                mine.measured |= self.updater.cache_difference(own)
             for _ in range(config.num_iterations):
                 for part in updates:
                     self.display.phase(f"update {len(results) + 1}/{per_rollout}")

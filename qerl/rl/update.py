@@ -29,6 +29,7 @@ class Tally:
     tokens: int = 0
     largest: dict[str, float] = field(default_factory=dict)
     smallest: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)  # metrics as they are
 
     def add(self, name: str, values_N: Tensor) -> None:
         self.sums[name] += float(values_N.double().sum())
@@ -42,6 +43,7 @@ class Tally:
         self.tokens += other.tokens
         for name, value in other.sums.items():
             self.sums[name] += value
+        self.measured = other.measured | self.measured  # of the first rank that has it
         for name, value in other.largest.items():
             self.largest[name] = max(self.largest.get(name, -math.inf), value)
             self.smallest[name] = min(self.smallest.get(name, math.inf), other.smallest[name])
@@ -213,6 +215,19 @@ class Updater:
                     logp_N, _ = self.model.logprobs(hidden_ND, micro.targets_N, self.config.temperature)
                 for sample, part in zip(micro.samples, torch.split(logp_N, lengths), strict=True):
                     sample.ref_logp = part
+
+    @torch.no_grad()
+    def cache_difference(self, samples: Sequence[TrainSample]) -> dict[str, float]:
+        """How far the sampler's log-probs are from the same policy's, noise included, without an FP8 cache between: of
+        the first micro-batch, before the first update."""
+        weights, budget = [1.0] * len(samples), self.config.micro_batch_tokens
+        for micro in micro_batches(samples, weights, budget, self.model.device):
+            hidden_TD = self.model(micro.packed, noise=self.config.noise.schedule != "off")
+            logp_N, _ = self.model.logprobs(expand(hidden_TD, micro.places), micro.targets_N, self.config.temperature)
+            difference_N = (logp_N - micro.behaviour_N).abs()
+            name = "sampling/fp8_cache_logp_difference"
+            return {f"{name}/mean": float(difference_N.mean()), f"{name}/max": float(difference_N.max())}
+        return {}
 
     @contextmanager
     def _reference(self) -> Iterator[None]:

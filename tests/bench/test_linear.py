@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from qerl.bench.decode import measure as measure_decode
 from qerl.bench.linear import layers, measure
 from qerl.bench.replay import floor
 from qerl.model.shapes import shape_named
@@ -25,14 +24,13 @@ def test_the_floor_is_the_slower_of_bytes_and_arithmetic() -> None:
 def test_without_a_gpu_they_say_so() -> None:
     with pytest.raises(ValueError, match="with a GPU"):
         next(measure("qwen2.5-7b", [1], 32, print))
-    with pytest.raises(ValueError, match="on a GPU"):
-        next(measure_decode("tiny", "nvfp4", 0, [1], 8, 8, print))
+    with pytest.raises(ValueError, match="knows nvfp4 and nf4, not 'fp8'"):
+        next(measure("qwen2.5-7b", [1], 32, print, "fp8"))
 
 
 @pytest.mark.gpu
 def test_they_measure() -> None:
-    rows = list(measure("qwen2.5-0.5b", [8], 16, print))
-    assert [row["layer"] for row in rows] == ["qkv", "o", "gate_up", "down"]
-    assert all(row["us"] > 0 for row in rows)
-    (row,) = measure_decode("tiny", "nvfp4", 16, [4], 32, 32, print)
-    assert row["tokens_per_s"] > 0
+    for form in ("nvfp4", "nf4"):
+        rows = list(measure("qwen2.5-0.5b", [8], 16, print, form))
+        assert [row["layer"] for row in rows] == ["qkv", "o", "gate_up", "down"]
+        assert all(row["us"] > 0 for row in rows)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from qerl.engine.cache import block_bytes
 from qerl.engine.engine import Engine
 from qerl.model.decoder import Decoder
 from qerl.model.loader import load
@@ -81,6 +82,38 @@ def test_policy_log_probs_are_those_before_every_rule(make_checkpoint: Callable[
     for ours, logp in zip(done, recomputed(model, PROMPTS, done, False, 0.8), strict=True):
         assert torch.allclose(torch.tensor(ours.policy_logprobs), logp, atol=1e-5)
         assert not torch.allclose(torch.tensor(ours.logprobs), logp, atol=1e-2)
+
+
+@pytest.mark.parametrize("blocks", [13, 200])
+def test_an_fp8_cache_is_near_the_exact_one(make_checkpoint: Callable[..., Path], blocks: int) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    sampling = Sampling(max_tokens=24, temperature=0)
+    requests = [Request(i, prompt, samples=2) for i, prompt in enumerate(PROMPTS)]  # the last block is copied
+    engine = Engine(model, num_blocks=blocks, block_size=4, token_budget=11, kv_cache_dtype="fp8")
+    done = engine.generate(requests, sampling)
+    assert engine.generate(requests, sampling) == done
+    differences = [
+        (torch.tensor(ours.policy_logprobs) - logp).abs()
+        for ours, logp in zip(done, recomputed(model, PROMPTS, done, False, 1.0), strict=True)
+    ]
+    assert 1e-5 < torch.cat(differences).mean() < 0.02  # it is rounded, and no more than that
+    assert [done[2 * i].token_ids for i in range(4)] == [done[2 * i + 1].token_ids for i in range(4)]
+
+
+def test_an_fp8_cache_takes_half_the_memory_and_sleeps(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    arch = model.arch
+    assert block_bytes(model, 16) == 2 * arch.layers * 16 * arch.kv_heads * arch.head_dim * 4
+    assert block_bytes(model, 16, "fp8") == 2 * arch.layers * 16 * arch.kv_heads * (arch.head_dim + 4)
+    engine = Engine(model, 20, 16, kv_cache_dtype="fp8_e4m3")
+    held = engine.cache.both.nbytes + engine.cache.scales.nbytes
+    assert held == 21 * block_bytes(model, 16, "fp8_e4m3")
+    before = engine.generate(REQUESTS, Sampling(max_tokens=5))
+    engine.sleep()
+    engine.wake()
+    assert engine.generate(REQUESTS, Sampling(max_tokens=5)) == before
+    with pytest.raises(ValueError, match="no kv_cache_dtype 'fp4'; choose one of auto, fp8"):
+        Engine(model, 20, kv_cache_dtype="fp4")
 
 
 @pytest.mark.parametrize("rule", ["eos ids", "repetition_penalty", "min_tokens"])

@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +63,7 @@ PROMPTS = [request.prompt_ids for request in REQUESTS]
 SAMPLING = Sampling(max_tokens=60, temperature=0.9, stop_ids=tuple(range(40)), noise=True)
 
 
-@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("base", ["bf16", "nvfp4", "nf4"])
 @pytest.mark.parametrize("blocks", [30, 2000])  # 30: preemption
 def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int) -> None:
     """Packed forward = prefill and eager decode (by habit: errors at most twice the packed ones); graphs = eager."""
@@ -79,6 +80,24 @@ def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int) -> None:
     truth, packed = packed_log_probs(exact, PROMPTS, eager), packed_log_probs(model, PROMPTS, eager)
     assert (behaviour - truth).abs().max() <= 2 * (packed - truth).abs().max()
     assert (behaviour - truth).square().mean() <= 4 * (packed - truth).square().mean()
+
+
+def test_an_fp8_cache_errs_as_its_reference_does(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """Graphs = eager; log-probs differ from float32's at most twice as much as those of the same cache in float32
+    arithmetic, which shows what FP8 alone costs; and rounding to bf16, as everywhere."""
+    model, exact = models(tmp_path, "nvfp4")
+    options = {"num_blocks": 2000, "block_size": 16, "kv_cache_dtype": "fp8"}
+    done = Engine(model, graphs=False, lookahead=8, **options).generate(REQUESTS, SAMPLING)
+    assert Engine(model, **options).generate(REQUESTS, SAMPLING) == done
+    truth, packed = packed_log_probs(exact, PROMPTS, done), packed_log_probs(model, PROMPTS, done)
+    alone = Engine(exact, **options).generate(REQUESTS, SAMPLING)
+    cost = (torch.tensor([p for c in alone for p in c.policy_logprobs]) - packed_log_probs(exact, PROMPTS, alone)).abs()
+    error = (torch.tensor([p for c in done for p in c.policy_logprobs]) - truth).abs()
+    record_property("mean and max, FP8 cache; mean, FP8 alone", (error.mean(), error.max(), cost.mean()))
+    assert error.mean() <= 2 * (cost.mean() + (packed - truth).abs().mean())
+    assert error.max() <= 2 * (cost.max() + (packed - truth).abs().max())
 
 
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])

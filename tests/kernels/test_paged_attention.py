@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from qerl.kernels.fp8_cache import to_fp8
 from qerl.kernels.gpu.paged_attention import MOST_SPLITS, paged_attention, splits_for
 from qerl.kernels.paged_attention import paged_attention_reference
 from tests.kernels.devices import DEVICE, DTYPES, judge, normal, seeded
@@ -38,6 +39,37 @@ def test_equals_the_reference(case: str, splits: int, dtype: torch.dtype) -> Non
     counters = torch.zeros(len(positions) * heads[1], dtype=torch.int32, device=DEVICE)
     judge(paged_attention(q, keys, values, table, position, size, window, splits, counters), plain, exact)
     assert not counters.any()  # ready for the next call
+
+
+def fp8_of(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (k, k_scale), (v, v_scale) = to_fp8(keys), to_fp8(values)
+    return k, v, torch.stack((k_scale, v_scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_an_fp8_cache_equals_its_reference(case: str, splits: int, dtype: torch.dtype) -> None:
+    positions, heads, size, window = CASES[case]
+    q, keys, values, table, position = setting(positions, heads, size, dtype)
+    k, v, scales = fp8_of(keys * torch.linspace(0.01, 3, len(keys), device=DEVICE)[:, None, None], values)
+    args = (table, position, size, window)
+    plain = paged_attention_reference(q, k, v, *args, scales_2PG=scales)
+    exact = paged_attention_reference(q.float(), k, v, *args, scales_2PG=scales)
+    judge(paged_attention(q, k, v, *args, splits, scales_2PG=scales), plain, exact)
+
+
+def test_fp8_costs_what_its_rounding_may_cost() -> None:
+    """Values rounded by a sixteenth at most: so is their mean. With equal keys only values count."""
+    q, keys, values, table, position = setting([200, 70], (8, 2, 64), 16, torch.float32)
+    k, v, scales = fp8_of(torch.ones_like(keys), values)
+    exact = paged_attention_reference(q, torch.ones_like(keys), values, table, position, 16)
+    bound = paged_attention_reference(q, torch.ones_like(keys), values.abs(), table, position, 16) / 16
+    for ours in (
+        paged_attention_reference(q, k, v, table, position, 16, scales_2PG=scales),
+        paged_attention(q, k, v, table, position, 16, scales_2PG=scales),
+    ):
+        assert ((ours - exact).abs() <= bound + 1e-4).all()
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -122,6 +122,13 @@ def test_a_32b_model_fits_80_gb_in_4_bits_and_not_in_16() -> None:
     assert planned("qwen2.5-7b", "full").fits(200 * GB)
 
 
+def test_an_fp8_cache_counts_half() -> None:
+    plain, small = (footprint(SHAPES["qwen2.5-7b"], workload(kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    assert small.cache_wanted / plain.cache_wanted == (128 + 4) / 256  # codes, and a scale for each head
+    assert small.cache_each * 128 == small.cache_wanted
+    assert small.weights == plain.weights
+
+
 def test_each_knob_moves_its_own_part() -> None:
     plain = planned("qwen2.5-7b", "nvfp4")
     eight = planned("qwen2.5-7b", "nvfp4", optimizer_bytes=2)

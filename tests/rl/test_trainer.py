@@ -138,6 +138,19 @@ def test_variants_run_and_measure(tmp_path: Path, override: str) -> None:
         assert ("kl" in line) == (override == "beta=0.05")
 
 
+def test_an_fp8_cache_and_its_mismatch(tmp_path: Path) -> None:
+    noise = ("noise.schedule=constant", "noise.sigma_start=0.1", "noise.num_stages=2")
+    config = tiny_job(tmp_path, "kv_cache_dtype=fp8", "eval_size=0", *noise)
+    qerl.train(config)
+    clean, noisy = read_metrics(tmp_path / "metrics.jsonl")
+    name, whole = "sampling/fp8_cache_logp_difference", "sampling/sampling_logp_difference"
+    assert 0 < clean[f"{name}/mean"] < clean[f"{name}/max"]
+    assert clean[f"{name}/mean"] == pytest.approx(clean[f"{whole}/mean"], rel=0.3)  # nothing else differs
+    assert 0 < noisy[f"{name}/mean"] < noisy[f"{whole}/mean"]  # the rest is the noise
+    with pytest.raises(ConfigError, match=r"Leave the correction on, or set kv_cache_dtype=auto"):
+        tiny_job(tmp_path, "kv_cache_dtype=fp8_e4m3", "correction.form=off")
+
+
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     done = qerl_command(
         *("train", f"output_dir={tmp_path / 'run'}", "max_steps=3", "prompts_per_step=4", "num_generations=4"),

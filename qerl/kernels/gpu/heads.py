@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qerl.kernels.fp8_cache import LARGEST, SMALLEST
 from qerl.kernels.gpu.launch import early, wait
 
 if TYPE_CHECKING:
@@ -23,9 +24,10 @@ def _rounded(x, like):
 
 @triton.jit
 def _turn(
-    qkv, cos, sin, q_gain, k_gain, out, keys, values, places, qkv_stride, eps,
+    qkv, cos, sin, q_gain, k_gain, out, keys, values, places, key_scales, value_scales, qkv_stride, eps,
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, EARLY: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORMS: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -52,6 +54,15 @@ def _turn(
     tl.store(to_q, low, mask=mask & is_q)
     tl.store(to_q + HALF, high, mask=mask & is_q)
     place = tl.load(places + row)
+    if LARGEST > 0:  # FP8
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(wide_low), 1), tl.max(tl.abs(wide_high), 1))[:, None]
+        most = tl.maximum(most, SMALLEST)
+        limit = tl.full((HEADS, 1), LARGEST, tl.float32)
+        factor, scale = tl.div_rn(limit, most), tl.div_rn(most, limit)
+        low, high = (wide_low * factor).to(keys.dtype.element_ty), (wide_high * factor).to(keys.dtype.element_ty)
+        tl.store(key_scales + place * G + head - H, scale, mask=is_k)
+        tl.store(value_scales + place * G + head - H - G, scale, mask=is_v & (head < H + 2 * G))
     to_k = keys + (place * G + head - H) * (2 * HALF) + at
     tl.store(to_k, low, mask=mask & is_k)
     tl.store(to_k + HALF, high, mask=mask & is_k)
@@ -60,7 +71,9 @@ def _turn(
     tl.store(to_v + HALF, high, mask=mask & is_v)
 
 
-def turned_into_cache(heads: "Heads", keys_PGd: Tensor, values_PGd: Tensor, places_T: Tensor) -> Tensor:
+def turned_into_cache(
+    heads: "Heads", keys_PGd: Tensor, values_PGd: Tensor, places_T: Tensor, scales_2PG: Tensor | None = None
+) -> Tensor:
     qkv, (h, g), (tokens, _, d) = heads.qkv_TN, heads.counts, heads.cos.shape
     assert qkv.stride(1) == 1, "a row of qkv must be contiguous"
     assert heads.cos.is_contiguous(), "tables must be contiguous"
@@ -70,10 +83,13 @@ def turned_into_cache(heads: "Heads", keys_PGd: Tensor, values_PGd: Tensor, plac
     assert places_T.is_contiguous(), "places must be contiguous"
     out = torch.empty(tokens, h, d, dtype=qkv.dtype, device=qkv.device)
     q_gain, k_gain = heads.gains or (None, None)
+    key_scales, value_scales = (None, None) if scales_2PG is None else scales_2PG
     each = 4 if tokens <= 64 else 16  # heads to a program: few where there are few programs
     _turn[(tokens, triton.cdiv(h + 2 * g, each))](
-        qkv, heads.cos, heads.sin, q_gain, k_gain, out, keys_PGd, values_PGd, places_T, qkv.stride(0), heads.eps,
+        qkv, heads.cos, heads.sin, q_gain, k_gain, out, keys_PGd, values_PGd, places_T,
+        key_scales, value_scales, qkv.stride(0), heads.eps,
         H=h, G=g, HALF=d // 2, HEADS=each, BLOCK=triton.next_power_of_2(d // 2),
-        NORMS=heads.gains is not None, num_warps=2 if each == 4 else 4, **early(qkv),
+        NORMS=heads.gains is not None, LARGEST=0.0 if scales_2PG is None else LARGEST, SMALLEST=SMALLEST,
+        num_warps=2 if each == 4 else 4, **early(qkv),
     )  # fmt: skip
     return out

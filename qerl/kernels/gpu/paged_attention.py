@@ -21,11 +21,11 @@ PROGRAMS = 2  # wanted on each processor
 
 @triton.jit(do_not_specialize=["table_stride", "position_stride", "window"])
 def _attend(
-    q, keys, values, table, position, out, partial, stats, counters,
+    q, keys, values, key_scales, value_scales, table, position, out, partial, stats, counters,
     scale, window, table_stride, position_stride,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOWED: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr,
-    WIDE: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr, FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     sequence, head, split, splits = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -59,7 +59,11 @@ def _attend(
         k = tl.load(keys + offset, mask=inside, other=0.0)
         if WIDE:
             k = k.to(tl.float32)
+        elif FP8:
+            k = k.to(query.dtype)
         score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale  # in units of log2
+        if FP8:
+            score *= tl.load(key_scales + place * G + head, mask=seen, other=0.0)[None, :]
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(peak, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
@@ -68,6 +72,10 @@ def _attend(
         v = tl.load(values + offset, mask=inside, other=0.0)
         if WIDE:
             v = v.to(tl.float32)
+        elif FP8:
+            v = v.to(tl.bfloat16)  # which holds every code, and any scale
+        if FP8:
+            p *= tl.load(value_scales + place * G + head, mask=seen, other=0.0)[None, :]
         weighted = weighted * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         peak = higher
 
@@ -108,6 +116,7 @@ def paged_attention(
     window: int | None = None,
     splits: int | None = None,
     counters: Tensor | None = None,
+    scales_2PG: Tensor | None = None,
 ) -> Tensor:
     """Arguments as of the public function; splits: programs for a sequence's context, by default by what is free."""
     (sequences, h, d), g = q_SHd.shape, keys_PGd.shape[1]
@@ -125,14 +134,15 @@ def paged_attention(
         if counters is None:
             counters = torch.zeros(sequences * g, dtype=torch.int32, device=q_SHd.device)
         assert counters.numel() >= sequences * g, "too few counters"
+    key_scales, value_scales = (None, None) if scales_2PG is None else scales_2PG
     narrow = q_SHd.is_cuda and q_SHd.dtype != torch.float32
     # Half of the stages go to the table's entries: with 5, two tiles are under way while one is computed.
     stages = (5 if width <= 128 else 3) if narrow else 1
     _attend[(sequences, g, splits)](
-        q_SHd, keys_PGd, values_PGd, table_SB, position_S, out, partial, stats, counters,
+        q_SHd, keys_PGd, values_PGd, key_scales, value_scales, table_SB, position_S, out, partial, stats, counters,
         math.log2(math.e) / math.sqrt(d), window or 0, table_SB.stride(0), position_S.stride(0),
         G=g, GROUP=h // g, D=d, BLOCK_SIZE=block_size, WINDOWED=window is not None, SPLIT=splits > 1,
-        ROWS=rows, WIDTH=width, TILE=TILE, MOST=MOST_SPLITS, WIDE=not narrow,
+        ROWS=rows, WIDTH=width, TILE=TILE, MOST=MOST_SPLITS, WIDE=not narrow, FP8=scales_2PG is not None,
         num_warps=4, num_stages=stages, **early(q_SHd),
     )  # fmt: skip
     return out
