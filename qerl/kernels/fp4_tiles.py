@@ -33,7 +33,7 @@ ROWS, INPUTS = 16, 64  # of a tile
 STRIPS = 4  # kernels take 64 rows at a time: N is padded to that
 TOP = 8  # log2 of MXFP4's largest scale, after normalisation
 OCTAVES = 30  # between the largest and the smallest scale that a byte can tell
-AT_A_TIME = 1 << 19  # weights that are rearranged: temporaries take some 25 bytes each
+LEAST, MOST = 1 << 19, 1 << 23  # weights that are rearranged at a time: temporaries take some 25 bytes each
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,18 @@ def tile(parts: Sequence[NVFP4 | MXFP4]) -> Tiles | None:
     divisor_N = F.pad(divisor_N, (0, rows), value=1.0)
     strips = len(packed) // ROWS
     words = torch.empty(strips, packed.shape[1] // 32, 8, 4, 4, dtype=torch.int32, device=packed.device)
-    step = max(1, AT_A_TIME // (ROWS * 2 * packed.shape[1]))
+    step = max(1, at_a_time(2 * packed.numel()) // (ROWS * 2 * packed.shape[1]))
     for start in range(0, strips, step):
         end = min(strips, start + step)
         at = slice(start * ROWS, end * ROWS)
         codes = e2m1.unpack(packed[at]).masked_fill_((scales_NB[at] == 0).repeat_interleave(16, 1), 0)
         words[start:end] = _words(codes)
     return Tiles(words, _scale_words(scales_NB), divisor_N.contiguous(), (sum(p.shape[0] for p in parts), inputs))
+
+
+def at_a_time(weights: int) -> int:
+    """Of so many weights, how many to rearrange together: temporaries stay small beside a layer in 16 bits."""
+    return min(MOST, max(LEAST, weights // 16))
 
 
 def untile(tiles: Tiles) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels.fp4_tiles import AT_A_TIME, INPUTS, ROWS, STRIPS
+from qerl.kernels.fp4_tiles import INPUTS, ROWS, STRIPS, at_a_time
 from qerl.quant import nf4
 from qerl.quant.nf4 import NF4
 
@@ -41,7 +41,7 @@ def tile_nf4(parts: Sequence[NF4]) -> Nf4Tiles | None:
     packed, absmax_NB = F.pad(packed, (0, 0, 0, rows)), F.pad(absmax_NB, (0, 0, 0, rows))
     strips, k_tiles = len(packed) // ROWS, inputs // INPUTS
     words = torch.empty(strips, k_tiles, 8, 4, 4, dtype=torch.int32, device=packed.device)
-    step = max(1, AT_A_TIME // (ROWS * inputs))
+    step = max(1, at_a_time(outputs * inputs) // (ROWS * inputs))
     for start in range(0, strips, step):
         end = min(strips, start + step)
         words[start:end] = _words(nf4.unpack(packed[start * ROWS : end * ROWS]).view(-1, inputs))

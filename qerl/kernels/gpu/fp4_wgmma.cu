@@ -191,10 +191,15 @@ static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// x A^T: when all pieces are there, this warp's share of the sums. Four lanes have 16 rows of A, eight the pieces.
-static __device__ __forceinline__ void low_rank(const Args &p, int warp, int lane) {
+// x A^T: report this block's pieces and, when all are there, compute this warp's share of the sums. Four lanes have 16 rows of A, eight the pieces.
+static __device__ __forceinline__ void low_rank(const Args &p, int warp, int lane, u32 a_done, int pieces) {
     const int rows = (p.m + 7) / 8 * 8, t = lane % 4;
     const bool first = warp == 0 && lane == 0;
+    if (first && pieces > 0) {
+        wait(a_done, 0);
+        __threadfence();
+        atomicAdd(p.counts, pieces);
+    }
     await(p.counts, p.k_units * p.m_tiles, 2, 32 * HELPERS, first);
     const u64 step = (u64)p.a_strips * rows * 4; // float4 of a piece
     for (int job = blockIdx.x * HELPERS + warp; job < p.a_strips * p.m; job += gridDim.x * HELPERS) {
@@ -224,9 +229,10 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int a0 = blockIdx.x * p.a_each + min((int)blockIdx.x, p.a_more), a1 = a0 + p.a_each + (blockIdx.x < p.a_more);
     Runs runs(p, a0, a1);
-    const u32 full = shared + BARRIERS_AT, empty = full + 8 * STAGES;
+    const u32 full = shared + BARRIERS_AT, empty = full + 8 * STAGES, a_done = empty + 8 * STAGES;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) begin(full + 8 * i, 1), begin(empty + 8 * i, WARPS);
+        if (a1 > a0) begin(a_done, WARPS * (a1 - a0));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
     }
@@ -293,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
 #if RANK > 0
         else {
             asm volatile("griddepcontrol.wait;" ::: "memory");
-            low_rank(p, warp - WARPS - 1, lane);
+            low_rank(p, warp - WARPS - 1, lane, a_done, a1 - a0);
         }
 #endif
         return;
@@ -351,13 +357,29 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
             group += CW;
             if (group > last) break;
         }
-        if (lane == 0) arrive(empty + 8 * stage);
+        __syncwarp();
+        if (lane == 0) arrive(empty + 8 * stage), arrive(a_done);
         if (++stage == STAGES) stage = 0, phase ^= 1;
-        report(p.counts, 1, 32 * WARPS, threadIdx.x == 0);
     }
 #endif
     while (runs.next(p)) {
         const int tile = runs.tile, k = runs.k, run = runs.run;
+        const int strip = tile / p.m_tiles * WARPS + warp, m0 = tile % p.m_tiles * BM;
+#if RANK > 0
+        u32 b[CHUNK / 16][4]; // the first of the strip's B, early
+        const int upper = min(strip * 16 + lane / 4, p.n - 1), lower = min(upper + 8, p.n - 1);
+        auto read_b = [&](int r) {
+#pragma unroll
+            for (int i = 0; i < CHUNK / 16; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    b[i][j] = __ldg((const u32 *)(p.b + (u64)(j % 2 ? lower : upper) * RANK + r) + lane % 4 + i * 8 + j / 2 * 4);
+        };
+        if (k == 0) read_b(0);
+        const int column = __ldg(p.column + upper / 64);
+#endif
+        const int divisors = min(strip, p.strips - 1) * 16 + lane / 4;
+        const float f = 128.f / __ldg(p.divisor + divisors), h = 128.f / __ldg(p.divisor + divisors + 8);
         int held = -1; // the stage that the tensor cores may still be reading
         auto piece = [&](u32 *a, const u32 *before, int j, bool add) {
             const u32 at = stage * W_BYTES;
@@ -389,17 +411,10 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
 #pragma unroll
         for (int i = 0; i < BM / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
         if (lane == 0) arrive(empty + 8 * held);
-        const int strip = tile / p.m_tiles * WARPS + warp, m0 = tile % p.m_tiles * BM;
-        const int divisors = min(strip, p.strips - 1) * 16 + lane / 4;
-        const float f = 128.f / __ldg(p.divisor + divisors), h = 128.f / __ldg(p.divisor + divisors + 8);
 #pragma unroll
         for (int i = 0; i < BM / 2; i++) acc[i] *= i % 4 < 2 ? f : h;
 #if RANK > 0
         if (k == 0) {
-            const int upper = min(strip * 16 + lane / 4, p.n - 1), lower = min(upper + 8, p.n - 1);
-            const u32 *b[2] = {(const u32 *)(p.b + (u64)upper * RANK) + lane % 4,
-                               (const u32 *)(p.b + (u64)lower * RANK) + lane % 4};
-            const int column = __ldg(p.column + upper / 64);
             const int before = stage; // columns lie in this stage and, if they are more than 128, the ones after it
             auto add = [&](u32 *a, int c) {
                 const int at = before + c / 128 < STAGES ? before + c / 128 : before + c / 128 - STAGES;
@@ -412,14 +427,10 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
             }
 #pragma unroll 1
             for (int r = 0; r < RANK; r += CHUNK) {
-                u32 a[CHUNK / 16][4];
-#pragma unroll
-                for (int i = 0; i < CHUNK / 16; i++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) a[i][j] = __ldg(b[j % 2] + r / 2 + i * 8 + j / 2 * 4);
+                if (r > 0) read_b(r);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                for (int i = 0; i < CHUNK / 16; i++) add(a[i], column + r + 16 * i);
+                for (int i = 0; i < CHUNK / 16; i++) add(b[i], column + r + 16 * i);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             }

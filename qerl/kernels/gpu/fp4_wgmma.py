@@ -43,7 +43,7 @@ class WgmmaPlan:
     @property
     def shared(self) -> int:
         """Bytes of shared memory."""
-        return 1024 + self.stages * (2 * (self.bm * 128 + self.cw * 4 * 576) + 16)
+        return 1024 + self.stages * (2 * (self.bm * 128 + self.cw * 4 * 576) + 16) + 8
 
 
 # By bm, as they came out best on an H200 for Qwen2.5: large weights, and the rest.

@@ -23,7 +23,7 @@ from qerl.kernels.gpu.swiglu import swiglu
 from qerl.kernels.low_rank import LowRank
 from qerl.kernels.nf4_tiles import Nf4Tiles
 
-DENSE_FROM = 512  # rows from which writing the weight out and cuBLAS pay
+DENSE_FROM = 192  # rows from which writing the weight out and cuBLAS pay
 
 # Two words, absmax of rows g and g + 8, the table's address -> eight bf16 pairs. A shuffle within 16 lanes looks at the
 # four low bits of its index alone: a code needs no mask.
