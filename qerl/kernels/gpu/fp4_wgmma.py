@@ -46,20 +46,22 @@ class WgmmaPlan:
         return 1024 + self.stages * (2 * (self.bm * 128 + self.cw * 4 * 576) + 16) + 8
 
 
-# By bm, as they came out best on an H200 for Qwen2.5: large weights, and the rest.
-LARGE = {16: WgmmaPlan(16, 3, 8), 32: WgmmaPlan(32, 3, 8), 64: WgmmaPlan(64, 3, 6), 128: WgmmaPlan(128, 2, 5)}
-SMALL = {16: WgmmaPlan(16, 2, 9), 32: WgmmaPlan(32, 2, 9), 64: WgmmaPlan(64, 2, 8), 128: WgmmaPlan(128, 2, 5)}
+# By bm: cw and stages, as they came out best on an H200 for Qwen2.5: large weights, and the rest.
+LARGE = {16: (3, 8), 32: (3, 8), 48: (3, 7), 64: (3, 6), 96: (2, 6), 128: (2, 5)}
+SMALL = {16: (2, 9), 32: (2, 9), 48: (2, 9), 64: (2, 8), 96: (2, 6), 128: (2, 5)}
+UP_TO_192 = WgmmaPlan(192, 2, 3, registers=208, others=88)
 MANY_ROWS = WgmmaPlan(128, 3, 4, registers=144, others=64)
 MANY_ROWS_LARGE = WgmmaPlan(256, 2, 3, registers=208, others=88)
 
 
-def wgmma_plan(tiles: Tiles, rows: int) -> WgmmaPlan:
-    """What is sound for a shape."""
-    strips, k_tiles = tiles.words.shape[:2]
-    if rows > 128:
-        return MANY_ROWS_LARGE if k_tiles >= 128 or strips * k_tiles >= 200_000 else MANY_ROWS
-    bm = next(bm for bm in LARGE if rows <= bm)
-    return (LARGE if strips * k_tiles >= 50_000 else SMALL)[bm]
+def wgmma_plan(strips: int, k_tiles: int, rows: int) -> WgmmaPlan:
+    """What is sound for a weight of 16 strips x 64 k_tiles."""
+    if rows <= 128:
+        bm = next(bm for bm in LARGE if rows <= bm)
+        return WgmmaPlan(bm, *(LARGE if strips * k_tiles >= 50_000 else SMALL)[bm])
+    if rows <= 192:
+        return UP_TO_192
+    return MANY_ROWS_LARGE if k_tiles >= 128 or strips * k_tiles >= 200_000 else MANY_ROWS
 
 
 def wgmma_serves(device: torch.device, tiles: Tiles, low: LowRank | None) -> bool:
