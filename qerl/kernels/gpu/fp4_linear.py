@@ -42,7 +42,7 @@ def fp4_linear(
         y = skinny_linear(x, tiles, bias, low, paired and whole, plan)
         return swiglu(y) if paired and not whole else y
     if rows < DENSE_FROM_ON_HOPPER and wgmma_serves(x.device, tiles, low):
-        y = wgmma_linear(x, tiles, bias, low, wgmma_plan(*tiles.words.shape[:2], rows))
+        y = wgmma_linear(x, tiles, bias, low, wgmma_plan(len(tiles.words), tiles.words.shape[1], rows))
     elif rows < DENSE_FROM:
         y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))
     else:

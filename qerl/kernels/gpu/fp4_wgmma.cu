@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
         const int m_tile = a / p.k_units, k = a - m_tile * p.k_units, rows = (p.m + 7) / 8 * 8;
         const int last = (p.a_strips + 3) / 4 - 1;
 #pragma unroll 1
-        for (int group = min(warp / 4, last);;) { // who has no rows does another's once more
+        for (int group = warp / 4; group <= last; group += CW) {
             const int strip = min(group * 4 + warp % 4, p.a_strips - 1);
             const u32 *upper = (const u32 *)(p.a + (u64)(strip * 16 + lane / 4) * p.k + k * 128) + lane % 4;
             const u32 *lower = upper + (u64)4 * p.k;
@@ -348,15 +348,14 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
                 waited = true;
             }
             float *out = p.a_parts + (((u64)k * p.a_strips + strip) * rows + m_tile * BM + lane % 4 * 2) * 16 + lane / 4;
-            const int left = rows - m_tile * BM;
+            const int left = strip == group * 4 + warp % 4 ? rows - m_tile * BM : 0;
 #pragma unroll
             for (int q = 0; q < BM / 8; q++)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     if (q * 8 < left) __stcg(out + (q * 8 + i % 2) * 16 + i / 2 * 8, acc[4 * q + i]);
-            group += CW;
-            if (group > last) break;
         }
+        wait(full + 8 * stage, phase); // also those without rows: in step with the ring
         __syncwarp();
         if (lane == 0) arrive(empty + 8 * stage), arrive(a_done);
         if (++stage == STAGES) stage = 0, phase ^= 1;
