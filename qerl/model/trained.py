@@ -40,6 +40,10 @@ class Trained(nn.Module):
         out: Tensor = _Read.apply(self.master, self.copy)  # type: ignore[no-untyped-call]
         return out
 
+    def value(self) -> Tensor:
+        """The same without its history."""
+        return self.master.detach() if self.copy is None else self.copy
+
     @torch.no_grad()
     def lie_in(self, place: Tensor) -> None:
         """Keep the copy in a part of a larger tensor."""

@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
+from qerl.kernels.gpu.heads import turned as turned_on_gpu
+from qerl.kernels.gpu.heads import turned_back
 from qerl.kernels.gpu.heads import turned_into_cache as fused
 from qerl.kernels.gpu.rope import rope_tables as fused_tables
-from qerl.kernels.heads import Heads, turned, turned_into_cache
+from qerl.kernels.heads import Heads, turned, turned_into_cache, turned_reference
 from qerl.kernels.rope import rope_frequencies, rope_tables_reference
 from tests.kernels.devices import DEVICE, DTYPES, judge, normal
 
@@ -69,3 +73,25 @@ def test_the_tables_equal_the_reference(d: int, dtype: torch.dtype) -> None:
         strict=True,
     ):
         judge(ours, exact.to(dtype), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_training_kernels_equal_autograd_of_the_reference(case: str, dtype: torch.dtype) -> None:
+    heads = heads_of(case, 5, dtype)
+    h, g, d, _ = CASES[case]
+    weights = [normal(5, count, d, seed=3 + i, dtype=dtype) for i, count in enumerate((h, g, g))]
+
+    def outcome(source: Heads, to: torch.dtype) -> list[torch.Tensor]:
+        qkv = source.qkv_TN.detach().requires_grad_()
+        parts = turned_reference(replace(source, qkv_TN=qkv))
+        (grad,) = torch.autograd.grad(parts, qkv, [w.to(to) for w in weights])
+        return [torch.cat(parts, 1).flatten(1).detach(), grad]
+
+    plain, exact = outcome(heads, dtype), outcome(in_float32(heads), torch.float32)
+    judge(turned_on_gpu(heads), plain[0], exact[0])
+    judge(turned_back(heads, *weights), plain[1], exact[1])
+    qkv = heads.qkv_TN.detach().requires_grad_()
+    ours = turned(replace(heads, qkv_TN=qkv))
+    judge(torch.cat(ours, 1).flatten(1).detach(), plain[0], exact[0])
+    judge(torch.autograd.grad(ours, qkv, weights)[0], plain[1], exact[1])
