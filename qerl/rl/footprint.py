@@ -2,16 +2,19 @@
 
 Two moments decide. While a model is updated there are the weights, what is trained with its gradients and optimizer
 states, and activations; the cache sleeps. While it samples there are the weights, what is trained, the optimizer's
-states, the cache, and the workspace of a decode step.
+states, the cache, and the workspace of a decode step or, if larger, of a prefill.
 
 Bytes a token of one block's backward pass follow from what autograd keeps of `qerl.model.layers`; the constants below
-are estimates of what libraries add, and are there to be corrected by measurements.
+are estimates of what libraries add, and are there to be corrected by measurements (`qerl bench step` prints both).
+
+The first blocks are those that are recomputed: when the backward pass comes to them, what the others kept is free.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qerl.engine.cache import GPU_SHARE
-from qerl.kernels.logprob import CHUNK_BYTES
+from qerl.engine.engine import GPU_BUDGET
+from qerl.kernels.logprob import SCALED, chunk_tokens
 from qerl.model.adapter import match_targets
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.layers import LoraSettings
@@ -20,8 +23,10 @@ from qerl.model.shapes import Shape
 from qerl.quant.layout import DEQUANTIZE_GPU
 
 CONTEXT = 800_000_000  # CUDA's context and the libraries' workspaces
-DEQUANTIZE_SCRATCH = 12  # bytes of intermediate results for each element that is dequantized at a time
-SAMPLING_BYTES = 36  # a logit on its way to a token: float32 logits and log-probs, float64 running sums
+DEQUANTIZE_BYTES = 12  # of intermediate results for each element of NF4 that the reference dequantizes at a time
+LOGIT_BYTES = 5  # a logit on its way to a token, where a temperature is all
+FILTERED_BYTES = 36  # with filters or penalties: float32 logits and log-probs, float64 running sums
+MARGIN = 0.06  # of a GPU that stays free before fewer blocks are recomputed: the allocator leaves gaps
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,11 @@ class Workload:
     lora: LoraSettings
     optimizer_bytes: int  # of each trained weight
     micro_batch: int  # tokens of a forward and backward pass
-    recompute: bool
+    recompute: int  # blocks, the first, whose activations are recomputed
     sequences: int  # that the engine decodes at a time
     longest: int  # tokens of a sequence
     item: int = 2  # bytes of an activation
+    filters: bool = False  # sampling by more than a temperature
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,11 @@ class Footprint:
     copies: int  # of LoRA in the compute dtype
     optimizer: int
     gradients: int  # float32
+    scratch: int  # a weight in 16 bits, dequantized for a product
     kept: int  # activations that wait for the backward pass
-    block: int  # of the one block that is recomputed, and transient results of its backward pass
+    block: int  # of one block that is recomputed if all are, and transient results of its backward pass
     logits: int  # of a chunk, and the final hidden states
+    prefill: int  # transient results of a prefill
     cache_wanted: int  # for all sequences at their longest
     cache_each: int  # for one
     workspace: int  # of a decode step with a full cache; captured graphs keep it
@@ -58,7 +66,7 @@ class Footprint:
     @property
     def resident(self) -> int:
         """What is always there."""
-        return self.context + self.weights + self.masters + self.copies + self.optimizer
+        return self.context + self.weights + self.masters + self.copies + self.optimizer + self.scratch
 
     @property
     def update_peak(self) -> int:
@@ -73,7 +81,7 @@ class Footprint:
         return self.update_peak + self.context + self.workspace_for(gpu)
 
     def sampling(self, gpu: int) -> int:
-        return self.resident + self.cache(gpu) + self.workspace_for(gpu)
+        return self.resident + self.cache(gpu) + self.workspace_for(gpu) + self.prefill
 
     def fits(self, gpu: int) -> bool:
         return max(self.updating(gpu), self.sampling(gpu)) <= gpu and self.cache(gpu) >= self.cache_each
@@ -85,32 +93,49 @@ class Footprint:
 
 def footprint(shape: Shape, work: Workload) -> Footprint:
     matrices, gains = trained_weights(shape, work)
-    token, item = _block_token_bytes(shape, work), work.item
-    hidden, largest = shape.hidden, 2 * shape.intermediate * shape.hidden
+    token, item, tokens = _block_token_bytes(shape, work), work.item, work.micro_batch
+    hidden, wide, largest = shape.hidden, shape.intermediate, 2 * shape.intermediate * shape.hidden
     quantized = work.base not in ("bf16", "full")
-    transient = work.micro_batch * 8 * shape.intermediate * item  # gate and up, their gradients, LoRA's share
-    if quantized:
-        transient += largest * item + min(largest, DEQUANTIZE_GPU) * DEQUANTIZE_SCRATCH
-    chunk = min(CHUNK_BYTES, 4 * shape.vocab * work.micro_batch)
-    logits = 2 * chunk + work.micro_batch * hidden * (4 + 3 * item)
-    if work.base == "full":  # the head's gradient, in float32 and as it is passed on
-        logits += shape.vocab * hidden * (4 + item)
-    kept_token = hidden * item if work.recompute else token
-    place = 2 * shape.kv_heads * shape.head_dim * item  # a token's key and value in one layer
+    heads, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Backward of the MLP: gradients of the residual, of the block's output and input, of silu(gate) * up. Of attention:
+    # gradients of q, k, v as attended and as projected, of what was attended, and a float32 sum for q.
+    transient = tokens * max(item * (wide + 3 * hidden), item * (2 * (heads + 2 * keys) + 2 * heads) + 4 * heads)
+    if work.base == "full":  # a matrix's gradient as it is formed
+        transient += largest * item
+    if work.base == "nf4":
+        transient += min(largest, DEQUANTIZE_GPU) * DEQUANTIZE_BYTES
+    # Hidden states before and after the norm, those of completions, their gradient, and its scaling.
+    logits = 4 * shape.vocab * min(tokens, chunk_tokens(shape.vocab)) + 4 * tokens * hidden * item
+    logits += min(tokens, SCALED) * hidden * 4
+    if work.base == "full":  # the head's gradient, in float32 and as it is passed on; a chunk's logits in 16 bits
+        logits += shape.vocab * (hidden * (4 + item) + min(tokens, chunk_tokens(shape.vocab)) * (4 + item))
+    again = min(work.recompute, shape.layers)
+    place = 2 * keys * item  # a token's key and value in one layer
+    logit = FILTERED_BYTES if work.filters else LOGIT_BYTES
     return Footprint(
         weights=_weights(shape, work.base, item),
         masters=4 * (matrices + gains),
         copies=0 if work.base == "full" else item * matrices,
         optimizer=work.optimizer_bytes * (matrices + gains),
         gradients=4 * (matrices + gains),
-        kept=shape.layers * kept_token * work.micro_batch,
-        block=(token * work.micro_batch if work.recompute else 0) + transient,
+        scratch=largest * item if quantized else 0,
+        kept=tokens * (again * hidden * item + (shape.layers - again) * token),
+        block=(token * tokens if again == shape.layers else 0) + transient,
         logits=logits,
+        prefill=GPU_BUDGET * item * 3 * (wide + hidden) + (largest * item if quantized else 0),
         cache_wanted=work.sequences * work.longest * place * shape.layers,
         cache_each=work.longest * place * shape.layers,
-        workspace=work.sequences * (work.longest * place + shape.vocab * SAMPLING_BYTES),
+        workspace=work.sequences * (shape.vocab * logit + item * (3 * wide + 4 * hidden)),
         context=CONTEXT,
     )
+
+
+def fewest_recomputed(shape: Shape, work: Workload, gpu: int) -> int:
+    """How many blocks must be recomputed, so that updates fit a GPU of so many bytes; all, where not even that does."""
+    for count in range(shape.layers):
+        if footprint(shape, replace(work, recompute=count)).updating(gpu) <= (1 - MARGIN) * gpu:
+            return count
+    return shape.layers
 
 
 def trained_weights(shape: Shape, work: Workload) -> tuple[int, int]:
@@ -135,17 +160,16 @@ def _weights(shape: Shape, base: str, item: int) -> int:
 
 def _block_token_bytes(shape: Shape, work: Workload) -> int:
     """What autograd keeps of a block for each token, were nothing recomputed."""
-    item, hidden = work.item, shape.hidden
+    item, full = work.item, work.base == "full"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    gain = 4 if work.base == "full" or work.lora.train_norms else 0  # the normed input, where the gain is trained
-    norms = 2 * (hidden * (4 + item + gain) + 4)  # the input in float32, the output, 1/rms
+    norms = 2 * 2 * item * shape.hidden  # input and output
+    attention = item * ((q + 2 * kv) + q) + 4 * shape.heads  # turned, attended; logsumexp
     if shape.form == "qwen3":
-        trained = 4 if work.base == "full" else 0
-        norms += (q + kv) * (4 + trained) + 4 * (shape.heads + shape.kv_heads)
-    attention = item * ((q + 2 * kv) + (q + kv) + q) + 4 * shape.heads  # as projected, turned, attended; logsumexp
-    mlp = item * 4 * shape.intermediate  # gate and up, silu(gate), their product
-    lora = 0 if work.base == "full" else item * work.lora.r * len(PROJECTIONS)
-    return norms + attention + mlp + lora
+        attention += item * (q + 2 * kv)  # as projected
+        if full:  # the norms' inputs and outputs in float32, 1/rms; values are not copied
+            attention += 2 * 4 * (q + kv) + 4 * (shape.heads + shape.kv_heads) - item * kv
+    mlp = item * (3 if full else 2) * shape.intermediate  # gate and up; with a trained weight, their product too
+    return norms + attention + mlp + (0 if full else item * work.lora.r * len(PROJECTIONS))
 
 
 def _is_gain(name: str) -> bool:
