@@ -33,15 +33,19 @@ class Cache:
         """The block for what is never read."""
         return self.num_blocks
 
+    @property
+    def nbytes(self) -> int:
+        """Awake or not."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
     def wake(self) -> None:
         """Have memory, zeroed. On a GPU it lies where it lay before, so that captured graphs stay valid."""
         if self.awake:
             return
         if self.device.type == "cuda":
             if self.memory is None:
-                nbytes = self.dtype.itemsize * torch.Size(self.shape).numel()
-                self.memory = VirtualMemory(nbytes, self.device)
-                self.both = self.memory.tensor(nbytes).view(self.dtype).view(self.shape)
+                self.memory = VirtualMemory(self.nbytes, self.device)
+                self.both = self.memory.tensor(self.nbytes).view(self.dtype).view(self.shape)
             else:
                 self.memory.map()
             self.both.zero_()

@@ -33,6 +33,7 @@ ROWS, INPUTS = 16, 64  # of a tile
 STRIPS = 4  # kernels take 64 rows at a time: N is padded to that
 TOP = 8  # log2 of MXFP4's largest scale, after normalisation
 OCTAVES = 30  # between the largest and the smallest scale that a byte can tell
+CODE_STD = 2.9  # deviation of uniform E2M1 codes
 AT_A_TIME = 1 << 19  # weights that are rearranged: temporaries take some 25 bytes each
 
 
@@ -68,6 +69,20 @@ def tile(parts: Sequence[NVFP4 | MXFP4]) -> Tiles | None:
         codes = e2m1.unpack(packed[at]).masked_fill_((scales_NB[at] == 0).repeat_interleave(16, 1), 0)
         words[start:end] = _words(codes)
     return Tiles(words, _scale_words(scales_NB), divisor_N.contiguous(), (sum(p.shape[0] for p in parts), inputs))
+
+
+def random_tiles(rows: int, inputs: int, std: float, generator: torch.Generator) -> Tiles:
+    """Uniform codes under one scale, for benchmarks: made as they lie, without rearranging. rows and inputs are
+    multiples of 64."""
+    assert rows % (ROWS * STRIPS) == 0, "rows of tiles must be whole"
+    assert inputs % INPUTS == 0, "inputs of tiles must be whole"
+    device = generator.device
+    shape = (rows // ROWS, inputs // INPUTS, 8, 4, 4)
+    bounds = (-(1 << 31), (1 << 31) - 1)
+    words = torch.randint(*bounds, shape, dtype=torch.int32, device=device, generator=generator)
+    scales = _scale_words(_bytes(torch.full((rows, inputs // 16), 64.0, device=device)))
+    divisor_N = torch.full((rows,), 64.0 * CODE_STD / std, dtype=torch.float32, device=device)
+    return Tiles(words, scales, divisor_N, (rows, inputs))
 
 
 def untile(tiles: Tiles) -> tuple[Tensor, Tensor]:

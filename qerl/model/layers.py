@@ -68,11 +68,18 @@ class QuantizedWeight(nn.Module):
     """
 
     def __init__(
-        self, parts: list[Quantized | Tensor], dtype: torch.dtype, keep_copy: bool, scratch: Scratch | None = None
+        self,
+        parts: list[Quantized | Tensor] | Tiles,
+        dtype: torch.dtype,
+        keep_copy: bool,
+        scratch: Scratch | None = None,
     ) -> None:
         super().__init__()
-        self.parts, self.scratch = parts, scratch or Scratch()
-        self.tiles = _tiles(parts) if not keep_copy and dtype == torch.bfloat16 else None
+        self.scratch = scratch or Scratch()
+        self.parts = [] if isinstance(parts, Tiles) else parts
+        self.tiles = parts if isinstance(parts, Tiles) else None
+        if self.parts and not keep_copy and dtype == torch.bfloat16:
+            self.tiles = _tiles(self.parts)
         if self.tiles is not None:
             self.parts = []
         self.kept = self.dense(dtype) if keep_copy else None

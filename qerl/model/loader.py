@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qerl.device import resolve_device
+from qerl.kernels.fp4_tiles import CODE_STD, random_tiles
 from qerl.kernels.quant_linear import Scratch
 from qerl.model.architecture import PROJECTIONS, QKV, Architecture, architecture_of
 from qerl.model.decoder import Decoder
@@ -249,6 +250,12 @@ class RandomSource(Source):
         shapes = [_matrix_shape(self.arch, module) for module in modules]
         if self.base == "bf16":
             return DenseWeight(self._normal((sum(n for n, _ in shapes), shapes[0][1])))
+        rows, inputs = sum(n for n, _ in shapes), shapes[0][1]
+        on_gpu = self.device.type == "cuda" and self.dtype == torch.bfloat16
+        if self.base == "nvfp4" and on_gpu and rows % 64 == inputs % 64 == 0:
+            return QuantizedWeight(
+                random_tiles(rows, inputs, self.STD, self.generator), self.dtype, keep_copy=False, scratch=self.scratch
+            )
         parts: list[Quantized | Tensor] = [self._quantized(n, k) for n, k in shapes]
         return QuantizedWeight(parts, self.dtype, self.device.type == "cpu", self.scratch)
 
@@ -267,11 +274,11 @@ class RandomSource(Source):
         def codes(*shape: int) -> Tensor:
             return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=self.generator)
 
-        if self.base == "nvfp4":  # uniform E2M1 codes have a deviation of 2.9
+        if self.base == "nvfp4":
             scale = torch.full((n, k // nvfp4.BLOCK), 64.0, dtype=torch.float32, device=self.device)
-            whole = torch.tensor([64.0 * 2.9 / self.STD], dtype=torch.float32, device=self.device)
+            whole = torch.tensor([64.0 * CODE_STD / self.STD], dtype=torch.float32, device=self.device)
             return nvfp4.NVFP4(codes(n, k // 2), scale.to(torch.float8_e4m3fn), whole)
-        if self.base == "mxfp4":  # 2**-7 * 2.9 = .023
+        if self.base == "mxfp4":  # 2**-7 * CODE_STD = .023
             scale = torch.full((n, k // mxfp4.BLOCK), mxfp4.BIAS - 7, dtype=torch.uint8, device=self.device)
             return mxfp4.MXFP4(codes(n, k // 2), scale)
         # uniform NF4 codes have a deviation of .54

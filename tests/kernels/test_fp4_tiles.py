@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qerl.kernels.fp4_tiles import decode_scales, tile, untile
+from qerl.kernels.fp4_tiles import decode_scales, random_tiles, tile, untile
 from qerl.quant import e2m1, mxfp4, nvfp4
 from tests.kernels.devices import seeded
 
@@ -44,3 +44,12 @@ def test_a_negative_scale_is_refused() -> None:
     negative = (-q.scale.to(torch.float32)).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="from 0 up"):
         tile([nvfp4.NVFP4(q.packed, negative, q.global_scale)])
+
+
+def test_random_tiles_are_uniform_codes_of_a_deviation() -> None:
+    tiles = random_tiles(128, 192, 0.02, torch.Generator().manual_seed(0))
+    codes, scales = untile(tiles)
+    assert codes.shape == (128, 192)
+    assert torch.bincount(codes.flatten().int(), minlength=16).min() > 128 * 192 / 16 * 0.8
+    values = e2m1.decode(codes) * decode_scales(scales).repeat_interleave(16, 1) / tiles.divisor_N[:, None]
+    assert float(values.std()) == pytest.approx(0.02, rel=0.05)
