@@ -126,9 +126,9 @@ def _row(
 
 
 def _one(model: Decoder, packed: Packed, blocks: int) -> dict[str, float]:
-    """Seconds of the layers' forward, the log-probs (whose gradient is formed at once), and the layers' backward."""
+    """Seconds of the layers' forward, the log-probs (whose gradient is formed at once), and the layers' backward.
+    Gradients add up, as over micro-batches."""
     clock = Clock(model.device)
-    _forget(model)
     places, targets = next_tokens(packed)
     with clock.part("forward"):
         hidden = model(packed, recompute=blocks)

@@ -15,7 +15,7 @@ PARTS = {
     "copies": "LoRA in 16 bits",
     "optimizer": "optimizer states",
     "gradients": "gradients, float32",
-    "scratch": "a weight dequantized for a product",
+    "scratch": "a weight dequantized for a product, workspaces of cuBLAS",
     "kept": "activations kept for the backward pass",
     "block": "one block at work; or, if larger:",
     "logits": "a chunk of logits, final hidden states",

@@ -37,7 +37,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Adapter:
-    """LoRA of the projections that are fused, in the compute dtype; those that have none are left out."""
+    """LoRA of the projections that are fused, in the compute dtype; those that have none are left out. Nothing may
+    write to it between a forward and its backward."""
 
     a: Tensor  # [all rows, K]: the A one below the other; rows of no part are zero
     parts: tuple[Part, ...]
@@ -128,6 +129,8 @@ class _LowRank(torch.autograd.Function):
         ctx.adapter, ctx.gated = adapter, gated
         ctx.save_for_backward(x, u)
         ctx.set_materialize_grads(False)
+        if not ctx.needs_input_grad[0]:  # else LoRA's own would make it look as if it needed one
+            ctx.mark_non_differentiable(inputs)
         return z, inputs
 
     @staticmethod
@@ -141,7 +144,6 @@ class _LowRank(torch.autograd.Function):
         du.mul_(adapter.scale)
         if dinputs is not None:
             dinputs.addmm_(du, adapter.a)  # nobody else has it: `_AddProduct` made it for us
-        inputs = x
         if ctx.gated and dinputs is not None:
             swiglu_backward(x, dinputs)  # x is its own gradient now, and dinputs what the product took
             inputs, dx = dinputs, x.detach()

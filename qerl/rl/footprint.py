@@ -22,7 +22,8 @@ from qerl.model.memory import weight_bytes
 from qerl.model.shapes import Shape
 from qerl.quant.layout import DEQUANTIZE_GPU
 
-CONTEXT = 800_000_000  # CUDA's context and the libraries' workspaces
+CONTEXT = 800_000_000  # CUDA's context and loaded kernels
+CUBLAS = 3 * (32 << 20)  # workspaces that torch allocates for cuBLAS: of the forward's and the backward's thread, of Lt
 DEQUANTIZE_BYTES = 12  # of intermediate results for each element of NF4 that the reference dequantizes at a time
 LOGIT_BYTES = 5  # a logit on its way to a token, where a temperature is all
 FILTERED_BYTES = 36  # with filters or penalties: float32 logits and log-probs, float64 running sums
@@ -53,7 +54,7 @@ class Footprint:
     copies: int  # of LoRA in the compute dtype
     optimizer: int
     gradients: int  # float32
-    scratch: int  # a weight in 16 bits, dequantized for a product
+    scratch: int  # a weight in 16 bits, dequantized for a product; cuBLAS's workspaces
     kept: int  # activations that wait for the backward pass
     block: int  # of one block that is recomputed if all are, and transient results of its backward pass
     logits: int  # of a chunk, and the final hidden states
@@ -72,6 +73,11 @@ class Footprint:
     def update_peak(self) -> int:
         """What torch allocates at most while the model is updated (its max_memory_allocated)."""
         return self.resident - self.context + self.gradients + self.kept + max(self.block, self.logits)
+
+    @property
+    def torch_peak(self) -> int:
+        """The same of a whole step; torch does not count the cache."""
+        return max(self.update_peak, self.resident - self.context + max(self.prefill, self.workspace))
 
     def cache(self, gpu: int) -> int:
         """The cache that the engine takes on a GPU of so many bytes."""
@@ -96,10 +102,10 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
     token, item, tokens = _block_token_bytes(shape, work), work.item, work.micro_batch
     hidden, wide, largest = shape.hidden, shape.intermediate, 2 * shape.intermediate * shape.hidden
     quantized = work.base not in ("bf16", "full")
-    heads, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Backward of the MLP: gradients of the residual, of the block's output and input, of silu(gate) * up. Of attention:
-    # gradients of q, k, v as attended and as projected, of what was attended, and a float32 sum for q.
-    transient = tokens * max(item * (wide + 3 * hidden), item * (2 * (heads + 2 * keys) + 2 * heads) + 4 * heads)
+    keys = shape.kv_heads * shape.head_dim
+    # Backward of the MLP: gradients of silu(gate) * up, of the residual, of the MLP's output and input. Attention's,
+    # which are more beside a narrow MLP, come when gate and up are free.
+    transient = tokens * item * (wide + 3 * hidden)
     if work.base == "full":  # a matrix's gradient as it is formed
         transient += largest * item
     if work.base == "nf4":
@@ -118,7 +124,7 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
         copies=0 if work.base == "full" else item * matrices,
         optimizer=work.optimizer_bytes * (matrices + gains),
         gradients=4 * (matrices + gains),
-        scratch=largest * item if quantized else 0,
+        scratch=CUBLAS + (largest * item if quantized else 0),
         kept=tokens * (again * hidden * item + (shape.layers - again) * token),
         block=(token * tokens if again == shape.layers else 0) + transient,
         logits=logits,
