@@ -212,6 +212,7 @@ def _row(job: Steps, name: str, base: str, model: Decoder, running: int, taken: 
         "group": job.group, "prompt": job.prompt, "new": job.new, "micro_batch": config.micro_batch_tokens,
         "recomputed": int(updater.recompute), "step_s": round(middle["whole"], 3), "x_bf16": None,
         **{f"{part}_s": round(middle[part], 4) for part in (*PARTS, "other")},
+        "switch_ms": round(1e3 * (middle["sleep"] + middle["wake"]), 2),
         "rollout_tokens_per_s": round(sampled / middle["rollout"], 1),
         "train_tokens_per_s": round(trained / max(1e-9, middle["forward"] + middle["backward"]), 1),
         "peak_gb": peak, "plan_gb": round(parts.torch_peak / 1e9, 3),

@@ -136,9 +136,9 @@ def bench_step(
         from qerl.bench.training import measure as passes
 
         job = Passes(shapes, bases, _numbers(tokens), segment, rank, recompute, repeats, device, profile)
-        columns = ("shape", "base", "tokens", "recomputed", "tokens_per_s", "tflops", "of_peak", "x_bf16", "forward_ms",
+        figures = ("shape", "base", "tokens", "recomputed", "tokens_per_s", "tflops", "of_peak", "x_bf16", "forward_ms",
                    "logprob_ms", "head_products_ms", "backward_ms", "peak_gb", "plan_gb", "plan_off")  # fmt: skip
-        _measured(passes(job, say), columns, f"Forward and backward, LoRA r = {rank}", csv, turned=True)
+        _measured(passes(job, say), figures, f"Forward and backward, LoRA r = {rank}", csv, turned=True)
         return
     from qerl.bench.step import Steps
     from qerl.bench.step import measure as whole
@@ -146,8 +146,9 @@ def bench_step(
     work = Steps(shapes, bases, _numbers(running), prompts, group, prompt, new, rank, recompute, micro_batch, steps,
                  updates, limit_gb, device)  # fmt: skip
     shown = ("shape", "base", "running", "step_s", "x_bf16", "rollout_s", "reward_s", "old_logprobs_s", "forward_s",
-               "backward_s", "optimizer_s", "sleep_s", "wake_s", "other_s", "recomputed", "peak_gb", "plan_gb",
-               "plan_off", "device_gb")  # fmt: skip
+             "backward_s", "optimizer_s", "switch_ms", "other_s", "rollout_tokens_per_s", "train_tokens_per_s",
+             "recomputed", "peak_gb", "plan_gb", "plan_off", "device_gb", "plan_device_gb", "cache_gb", "last_s",
+             "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
     title = f"A step: {prompts} x {group} completions of {new} tokens, prompts of {prompt}"
     _measured(whole(work, say), shown, title, csv, turned=True)
 
