@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 640 << 20  # float32 logits that exist at a time: with the gradient under 1 GB for 32k tokens
+CPU_CHUNK_BYTES = 256 << 20  # on a CPU, where three such exist
 CHUNK_STEP = 128  # tokens of a chunk are a multiple of this: rows that tensor cores take at a time
 SCALED = 4096  # tokens whose gradient is scaled at a time, in float32
 
@@ -24,7 +25,7 @@ def logprob(
 ) -> tuple[Tensor, Tensor]:
     """hidden_TD and head_VD of one dtype, targets_T int64 -> logp_T and entropy_T, float32.
 
-    Gradients reach hidden_TD and, where it requires them, head_VD. chunk: tokens at a time; by default CHUNK_BYTES.
+    Gradients reach hidden_TD and, where it requires them, head_VD. chunk: tokens at a time; by default `chunk_tokens`.
     """
     if not temperature > 0:
         raise ValueError(f"Log-probabilities need a temperature above 0, not {temperature}.")
@@ -36,14 +37,14 @@ def logprob(
         and not 0 <= int(targets_T.min()) <= int(targets_T.max()) < len(head_VD)
     ):
         raise ValueError(f"Targets must be token ids from 0 to {len(head_VD) - 1}; leave out what has no target.")
-    size = chunk or chunk_tokens(head_VD.shape[0])
+    size = chunk or chunk_tokens(head_VD.shape[0], CHUNK_BYTES if hidden_TD.is_cuda else CPU_CHUNK_BYTES)
     logp_T, entropy_T = _LogProb.apply(hidden_TD, head_VD, targets_T, temperature, size)  # type: ignore[no-untyped-call]
     return logp_T, entropy_T
 
 
-def chunk_tokens(vocab: int) -> int:
+def chunk_tokens(vocab: int, nbytes: int = CHUNK_BYTES) -> int:
     """How many tokens' logits exist at a time."""
-    most = max(1, CHUNK_BYTES // (4 * vocab))
+    most = max(1, nbytes // (4 * vocab))
     return most // CHUNK_STEP * CHUNK_STEP or most
 
 

@@ -44,12 +44,13 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward_reference(gate_up: Tensor, dh: Tensor) -> None:
-    gate, up = (half.to(torch.float32) for half in gate_up.chunk(2, dim=-1))
-    silu, sigmoid = F.silu(gate).to(dh.dtype), gate.sigmoid()
-    h, dup = silu * up, dh * silu
-    dgate = dh * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    halves = gate_up.chunk(2, dim=-1)
+    gate, up = (half.to(torch.float32) for half in halves)
+    silu = F.silu(gate).to(dh.dtype)
+    h, dgate = silu * up, torch.ops.aten.silu_backward(dh * up, gate)
+    halves[1].copy_(dh * silu)
+    halves[0].copy_(dgate)
     dh.copy_(h)
-    gate_up.copy_(torch.cat([dgate, dup], dim=-1))
 
 
 class _Swiglu(torch.autograd.Function):
