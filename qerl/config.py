@@ -201,7 +201,12 @@ class Config(Section):
     steps_per_generation: int = setting(1, "Updates that a rollout is cut into.", "updates", ge=1)
     num_iterations: int = setting(1, "Epochs over a rollout.", "epochs", ge=1)
     micro_batch_tokens: int = setting(16384, "Packed tokens of a forward and backward pass.", "tokens", ge=1)
-    recompute: bool = setting(True, "Recompute activations in the backward pass (on a GPU).", "true/false")
+    recompute: Literal["auto", "all", "none"] | int = setting(
+        "auto",
+        "Blocks whose activations are computed again in the backward pass, on a GPU: as few as memory asks for (auto), "
+        "all, none, or how many.",
+        "blocks",
+    )
 
     max_completion_length: int = setting(256, "New tokens at most.", "tokens", ge=1)
     temperature: float = setting(
@@ -280,6 +285,13 @@ class Config(Section):
     @classmethod
     def _on_or_off(cls, value: Any) -> Any:
         return {"enabled": value} if isinstance(value, bool) else value
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _all_or_none(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool) and value < 0:
+            raise ValueError(f"{value} blocks can't be recomputed; write auto, all, none or a number from 0 up.")
+        return ("all" if value else "none") if isinstance(value, bool) else value
 
     @field_validator("report_to", mode="before")
     @classmethod

@@ -182,6 +182,57 @@ def bench_logprobs(
     _measured(rows, columns, title, csv)
 
 
+@bench.command("step")
+def bench_step(
+    shape: Annotated[str, typer.Option(help="Shapes of the random models, as qwen2.5-3b,qwen2.5-7b.")] = "tiny",
+    base: Annotated[str, typer.Option(help="Bases, as bf16,nvfp4,nf4.")] = "bf16,nvfp4",
+    tokens: Annotated[
+        str | None, typer.Option(help="Packed tokens, as 8192,16384,32768: the training pass alone.")
+    ] = None,
+    segment: Annotated[int, typer.Option(help="With --tokens: tokens of a sequence.", min=2)] = 768,
+    repeats: Annotated[int, typer.Option(help="With --tokens: passes; the median counts.", min=1)] = 3,
+    profile: Annotated[bool, typer.Option("--profile", help="With --tokens: the GPU's time by kernel.")] = False,
+    prompts: Annotated[int, typer.Option(help="Prompts of a step.", min=1)] = 16,
+    group: Annotated[int, typer.Option(help="Completions of each.", min=2)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 256,
+    new: Annotated[int, typer.Option(help="Tokens of a completion.", min=1)] = 512,
+    running: Annotated[str, typer.Option(help="Sequences in flight, as 8,32,128.")] = "128",
+    micro_batch: Annotated[int, typer.Option(help="Packed tokens of a forward and backward pass.", min=1)] = 16384,
+    updates: Annotated[int, typer.Option(help="Updates a step; above 1 with old log-probs.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Steps, the first of which does not count.", min=2)] = 3,
+    rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
+    recompute: Annotated[str, typer.Option(help="Blocks that are recomputed: auto, all, none, a number.")] = "auto",
+    limit_gb: Annotated[float | None, typer.Option(help="Leave only so much of the GPU, context included.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    csv: Csv = None,
+) -> None:
+    """A whole step of RL on random weights, part by part, with memory beside the plan's.
+
+    With --tokens, the training pass alone: tokens/s, TFLOP/s, time of layers and log-probs, memory.
+    """
+    shapes, bases = list(_words(shape)), list(_words(base))
+    if tokens is not None:
+        from qerl.bench.training import Passes
+        from qerl.bench.training import measure as passes
+
+        job = Passes(shapes, bases, _numbers(tokens), segment, rank, recompute, repeats, device, profile)
+        figures = ("shape", "base", "tokens", "recomputed", "tokens_per_s", "tflops", "of_peak", "x_bf16", "forward_ms",
+                   "logprob_ms", "head_products_ms", "backward_ms", "peak_gb", "plan_gb", "plan_off")  # fmt: skip
+        _measured(passes(job, say), figures, f"Forward and backward, LoRA r = {rank}", csv, turned=True)
+        return
+    from qerl.bench.step import Steps
+    from qerl.bench.step import measure as whole
+
+    work = Steps(shapes, bases, _numbers(running), prompts, group, prompt, new, rank, recompute, micro_batch, steps,
+                 updates, limit_gb, device)  # fmt: skip
+    shown = ("shape", "base", "running", "step_s", "x_bf16", "rollout_s", "reward_s", "old_logprobs_s", "forward_s",
+             "backward_s", "optimizer_s", "switch_ms", "other_s", "rollout_tokens_per_s", "train_tokens_per_s",
+             "recomputed", "peak_gb", "plan_gb", "plan_off", "device_gb", "plan_device_gb", "cache_gb", "last_s",
+             "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
+    title = f"A step: {prompts} x {group} completions of {new} tokens, prompts of {prompt}"
+    _measured(whole(work, say), shown, title, csv, turned=True)
+
+
 def _numbers(text: str, least: int = 1) -> list[int]:
     words = _words(text)
     if not all(word.isdigit() and int(word) >= least for word in words):
@@ -193,18 +244,27 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
-def _measured(rows: Iterable[dict[str, Any]], columns: tuple[str, ...], title: str, csv: Path | None) -> None:
-    """Rows as a table, each also to the CSV file as it comes."""
+def _measured(
+    rows: Iterable[dict[str, Any]], columns: tuple[str, ...], title: str, csv: Path | None, turned: bool = False
+) -> None:
+    """Rows as a table, each also to the CSV file as it comes. turned: many figures of few rows, which are said as well
+    as they come, since each takes minutes."""
     from qerl.bench.results import append_rows
 
-    table, found = Table(*columns, title=title), []
+    table, found = Table(*columns, title=title), list[dict[str, Any]]()
     for row in rows:
         found.append(row)
+        if turned:
+            say("  ".join(f"{column} {row[column]}" for column in columns if row[column] is not None))
         table.add_row(*(str(row[column]) for column in columns))
         if csv:
             append_rows(csv, [row])
     if not found:
         raise ValueError("Nothing was measured: none of it fits into memory.")
+    if turned:
+        table = Table("", *(str(i) for i in range(1, len(found) + 1)), title=title)
+        for column in columns:
+            table.add_row(column, *("" if row[column] is None else str(row[column]) for row in found))
     screen.print(table)
     finish({"rows": found})
 

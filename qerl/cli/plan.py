@@ -15,6 +15,7 @@ PARTS = {
     "copies": "LoRA in 16 bits",
     "optimizer": "optimizer states",
     "gradients": "gradients, float32",
+    "scratch": "a weight dequantized for a product, workspaces of cuBLAS",
     "kept": "activations kept for the backward pass",
     "block": "one block at work; or, if larger:",
     "logits": "a chunk of logits, final hidden states",
@@ -32,6 +33,7 @@ def plan(
 
     The exit status is 1 if it does not fit.
     """
+    from qerl.model.shapes import shape_of
     from qerl.rl.plan import GB, make_plan
 
     recipe, overrides = split_words(words)
@@ -56,6 +58,8 @@ def plan(
     )
     run.add_row("tokens through updates at most", number(found.updated_tokens))
     run.add_row("weights that train", number(found.trained_weights))
+    layers = shape_of(config.model).layers
+    run.add_row("blocks recomputed in the backward pass", f"{found.recomputed_blocks} of {layers}")
     screen.print(run)
     table = Table("memory", "GB", title="Estimate, by part")
     for name, text in PARTS.items():
@@ -63,6 +67,7 @@ def plan(
     table.add_row("workspace of sampling, kept by graphs", f"{memory.workspace_for(room) / GB:.2f}")
     table.add_row("[bold]while it is updated (the cache sleeps)[/]", f"[bold]{memory.updating(room) / GB:.2f}[/]")
     table.add_row(f"cache ({memory.cache_wanted / GB:.2f} for all sequences)", f"{memory.cache(room) / GB:.2f}")
+    table.add_row("transient results of a prefill", f"{memory.prefill / GB:.2f}")
     table.add_row("[bold]while it samples[/]", f"[bold]{memory.sampling(room) / GB:.2f}[/]")
     screen.print(table)
     if found.fits:

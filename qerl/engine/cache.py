@@ -43,20 +43,24 @@ class Cache:
         """The block for what is never read."""
         return self.num_blocks
 
+    @property
+    def nbytes(self) -> int:
+        """Awake or not."""
+        return sum(self._nbytes())
+
     def wake(self) -> None:
         """Have memory, zeroed. On a GPU it lies where it lay before, so that captured graphs stay valid."""
         if self.awake:
             return
         if self.device.type == "cuda":
             if self.memory is None:
-                codes, scales = self._nbytes()
-                self.memory = VirtualMemory(codes + scales, self.device)
-                self._view(self.memory.tensor(codes + scales))
+                self.memory = VirtualMemory(self.nbytes, self.device)
+                self._view(self.memory.tensor(self.nbytes))
             else:
                 self.memory.map()
             self.clear()
         else:
-            self._view(torch.zeros(sum(self._nbytes()), dtype=torch.uint8))
+            self._view(torch.zeros(self.nbytes, dtype=torch.uint8))
         self.keys, self.values = self.both[0], self.both[1]
         kind = torch.uint8 if self.fp8 else self.dtype
         self.scratch = [torch.empty(0, dtype=kind, device=self.device) for _ in range(2)]

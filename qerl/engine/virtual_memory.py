@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SLACK = 0.05  # of a GPU, left to others
 PINNED, DEVICE, READ_WRITE, MINIMUM = 1, 1, 3, 0  # names of the driver's enums, shortened
 
 
@@ -59,7 +60,11 @@ class VirtualMemory:
     def map(self) -> None:
         """Put memory behind the addresses. Its content is undefined."""
         assert not self.mapped, "memory is mapped already"
-        torch.cuda.empty_cache()  # what torch keeps unused is what we need
+        free, total = torch.cuda.mem_get_info(self._properties.location.id)
+        if (
+            free - self.nbytes < SLACK * total
+        ):  # what torch keeps unused is what we need; else it need not be found anew
+            torch.cuda.empty_cache()
         size = ctypes.c_size_t(self.nbytes)
         self._call(
             "cuMemCreate", ctypes.byref(self._handle), size, ctypes.byref(self._properties), ctypes.c_ulonglong(0)

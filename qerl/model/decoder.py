@@ -67,8 +67,9 @@ class Decoder(nn.Module):
             "A Decoder stays on the device and in the dtype that it was loaded with; load it anew instead."
         )
 
-    def forward(self, packed: Packed, noise: bool = False, recompute: bool = False) -> Tensor:
-        """Hidden states after the final norm, [T, D]. recompute: keep only each block's input for the backward pass."""
+    def forward(self, packed: Packed, noise: bool = False, recompute: bool | int = False) -> Tensor:
+        """Hidden states after the final norm, [T, D]. recompute: so many blocks, the first (True: all), keep only their
+        input for the backward pass and are computed again there."""
 
         def attend(layer: int, heads: Heads) -> Tensor:
             return packed.attend(*turned(heads), self.arch.windows[layer])
@@ -81,16 +82,18 @@ class Decoder(nn.Module):
         return self.run(packed.ids_T, packed.positions_T, attend, noise, recompute)
 
     def run(
-        self, ids_T: Tensor, positions_T: Tensor, attend: Attend, noise: bool = False, recompute: bool = False
+        self, ids_T: Tensor, positions_T: Tensor, attend: Attend, noise: bool = False, recompute: bool | int = False
     ) -> Tensor:
         """The same with any attention: ids_T and positions_T int64 -> [T, D]."""
         mode = Mode(self.adapter_enabled, noise)
         x_TD, delta_TD = F.embedding(ids_T, self.embedding.read()), None
         tables = rope_tables(positions_T, self.rope_frequencies, self.rope_factor, self.dtype)
-        for block in self.blocks:
-            if recompute and torch.is_grad_enabled():
+        again = (self.arch.layers if recompute is True else int(recompute)) if torch.is_grad_enabled() else 0
+        for i, block in enumerate(self.blocks):
+            if i < again:
                 whole = partial(self._whole, block, self.noise_version)
-                x_TD = checkpoint(whole, x_TD, tables, attend, mode, use_reentrant=False)
+                # Nothing in a block draws, so no generator's state is saved.
+                x_TD = checkpoint(whole, x_TD, tables, attend, mode, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_TD, delta_TD = block(x_TD, delta_TD, tables, attend, mode)
         out: Tensor = self.norm(x_TD, delta_TD, mode)[1]
@@ -101,9 +104,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """A block with its last addition, so that one tensor is kept; run again, it must see its forward's noise."""
         if mode.noise and version != self.noise_version:
-            raise ValueError(
-                "Noise changed between a forward with recompute=True and its backward; draw it afterwards."
-            )
+            raise ValueError("Noise changed between a forward with recompute and its backward; draw it afterwards.")
         x_TD, delta_TD = block(x_TD, None, tables, attend, mode)
         out: Tensor = x_TD + delta_TD
         return out

@@ -13,8 +13,8 @@ from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.heads import Heads
 from qerl.kernels.low_rank import LowRank, low_rank_buffers
 from qerl.kernels.nf4_tiles import Nf4Tiles, tile_nf4
-from qerl.kernels.quant_linear import quant_linear
-from qerl.kernels.rms_norm import add_rms_norm, rms_norm
+from qerl.kernels.quant_linear import Adapter, Part, Scratch, quant_linear
+from qerl.kernels.rms_norm import add_rms_norm
 from qerl.kernels.swiglu import swiglu
 from qerl.model.architecture import PROJECTIONS, Architecture
 from qerl.model.trained import Trained
@@ -57,47 +57,70 @@ class DenseWeight(nn.Module):
         self.trained = Trained(self.value, self.value.dtype)
         self.value = None
 
-    def linear(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.read())
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Itself: for a product that needs no gradient of it."""
+        return self.read()
 
 
 class QuantizedWeight(nn.Module):
     """Frozen matrices in 4 bits, fused along N; each part keeps its own scales, and may be dense (an ignored layer).
 
     On a CPU, which has no kernel for 4 bits, a dequantized copy is kept. On a GPU with bf16 activations the parts are
-    laid out for the kernels instead.
+    laid out for the kernels instead. scratch: where it is dequantized for training.
     """
 
-    def __init__(self, parts: list[Quantized | Tensor], dtype: torch.dtype, keep_copy: bool) -> None:
+    def __init__(
+        self,
+        parts: list[Quantized | Tensor],
+        dtype: torch.dtype,
+        keep_copy: bool,
+        scratch: Scratch | None = None,
+    ) -> None:
         super().__init__()
+        self.scratch = scratch or Scratch()
         self.parts = parts
         self.tiles = _tiles(parts) if not keep_copy and dtype == torch.bfloat16 else None
         if self.tiles is not None:
             self.parts = []
         self.kept = self.dense(dtype) if keep_copy else None
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The whole matrix [N, K], dequantized."""
+    @property
+    def shape(self) -> tuple[int, int]:
+        if self.tiles is not None:
+            return self.tiles.shape
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    def dense(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """The whole matrix [N, K], dequantized; into `out` if there is one, of this dtype."""
         if isinstance(self.tiles, Nf4Tiles):
             from qerl.kernels.gpu.nf4_linear import dequantize_nf4
 
-            return dequantize_nf4(self.tiles).to(dtype)
+            return dequantize_nf4(self.tiles, out).to(dtype)
         if self.tiles is not None:
             from qerl.kernels.gpu.fp4_tiled import dequantize_tiles
 
-            return dequantize_tiles(self.tiles).to(dtype)
-        shapes = [part.shape for part in self.parts]
-        first = self.parts[0] if isinstance(self.parts[0], Tensor) else self.parts[0].packed
-        whole = torch.empty(sum(n for n, _ in shapes), shapes[0][1], dtype=dtype, device=first.device)
+            return dequantize_tiles(self.tiles, out).to(dtype)
+        device = _first_tensor(self.parts[0]).device
+        whole = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
         start = 0
-        for part, (rows, _) in zip(self.parts, shapes, strict=True):
-            into = whole[start : start + rows]
+        for part in self.parts:
+            into = whole[start : start + part.shape[0]]
             into.copy_(part) if isinstance(part, Tensor) else dequantize_into(part, into)
-            start += rows
+            start += part.shape[0]
         return whole
 
-    def linear(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.kept) if self.kept is not None else quant_linear(x, self.dense)
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """The same in memory that all layers share: valid until the next layer's."""
+        if self.kept is not None:
+            return self.kept
+        device = (self.tiles.words if self.tiles is not None else _first_tensor(self.parts[0])).device
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self.dense(dtype)  # a graph must not hold on to memory that is given back when a larger is asked for
+        return self.dense(dtype, self.scratch.matrix(self.shape, dtype, device))
+
+
+def _first_tensor(part: Quantized | Tensor) -> Tensor:
+    return part if isinstance(part, Tensor) else part.packed
 
 
 def _tiles(parts: list[Quantized | Tensor]) -> Tiles | Nf4Tiles | None:
@@ -137,9 +160,6 @@ class Lora(nn.Module):
         super().__init__()
         self.a, self.b, self.scale = Trained(a_RK, dtype), Trained(b_NR, dtype), scale
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(x, self.a.read()), self.b.read()) * self.scale
-
 
 class Projection(nn.Module):
     """One or several linear layers over the same input, fused along N; LoRA stays apart for each of them."""
@@ -153,23 +173,24 @@ class Projection(nn.Module):
         self.lora = nn.ModuleDict()
         self.low: LowRank | None = None  # the same LoRA as kernels read it, on a GPU
 
-    def forward(self, x: Tensor, mode: Mode) -> Tensor:
-        return self._fused(x, mode, gated=False) if self._serves(x, mode) else self._plain(x, mode)
+    def forward(self, x: Tensor, mode: Mode, gated: bool = False) -> Tensor:
+        """gated: x is gate and up side by side, and silu(gate) * up the input."""
+        if self.serves(x, mode):
+            return self._fused(swiglu(x) if gated else x, mode, gated=False)
+        rows = x.flatten(0, -2)
+        if isinstance(self.weight, DenseWeight) and self.weight.trained is not None:
+            bias = self.bias if self.trained_bias is None else self.trained_bias.read()
+            y = F.linear(swiglu(rows) if gated else rows, self.weight.read(), bias)
+        else:
+            adapter, masters = self._adapter() if mode.adapter and self.lora else (None, ())
+            y = quant_linear(rows, self.weight.dequantized, self.bias, adapter, masters, gated)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def gated(self, x: Tensor, mode: Mode) -> Tensor:
-        """silu(first half of the outputs) * second half: gate and up."""
-        return self._fused(x, mode, gated=True) if self._serves(x, mode) else swiglu(self._plain(x, mode))
+        """silu(first half of the outputs) * second half: gate and up, where kernels serve."""
+        return self._fused(x, mode, gated=True)
 
-    def _plain(self, x: Tensor, mode: Mode) -> Tensor:
-        y = self.weight.linear(x)
-        bias = self.bias if self.trained_bias is None else self.trained_bias.read()
-        if bias is not None:
-            y = y + bias
-        if mode.adapter and self.lora:
-            y = y + self._lora(x)
-        return y
-
-    def _serves(self, x: Tensor, mode: Mode) -> bool:
+    def serves(self, x: Tensor, mode: Mode) -> bool:
         """Whether kernels can do it all: no gradients, bf16 on a GPU, and LoRA in their layout."""
         ready = self.low is not None or not self.lora or not mode.adapter
         tiled = isinstance(self.weight, DenseWeight) or self.weight.tiles is not None
@@ -211,12 +232,23 @@ class Projection(nn.Module):
                 lora.b.lie_in(b[:, :rank])
         self.low = low
 
-    def _lora(self, x: Tensor) -> Tensor:
-        deltas = [
-            self.lora[part](x) if part in self.lora else x.new_zeros(*x.shape[:-1], size)
-            for part, size in zip(self.parts, self.sizes, strict=True)
-        ]
-        return deltas[0] if len(deltas) == 1 else torch.cat(deltas, dim=-1)
+    def _adapter(self) -> tuple[Adapter, tuple[Tensor, ...]]:
+        """LoRA as a training forward takes it, and its masters."""
+        found, masters, stacked, parts, start, row = [], [], [], [], 0, 0
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            if part in self.lora:
+                lora = self.lora[part]
+                assert isinstance(lora, Lora)
+                found.append(lora)
+                a, b = lora.a.value(), lora.b.value()
+                stacked.append(a)
+                parts.append(Part(slice(row, row + len(a)), slice(start, start + size), b))
+                masters += [lora.a.master, lora.b.master]
+                row += len(a) if self.low is None else 0
+            start += size
+            row += self.low.rank if self.low is not None else 0
+        whole = self.low.a if self.low is not None else stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+        return Adapter(whole, tuple(parts), found[0].scale, start), tuple(masters)
 
     def train_in_full(self) -> None:
         assert isinstance(self.weight, DenseWeight), "only a 16-bit base can be trained in full"
@@ -240,8 +272,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, delta: Tensor | None, mode: Mode) -> tuple[Tensor, Tensor]:
         """x + delta (x itself where delta is None), and its norm."""
         noise_D = self.noise_D if mode.noise else None
-        if delta is None:
-            return x, rms_norm(x, self.gain(mode), self.eps, noise_D)
         return add_rms_norm(x, delta, self.gain(mode), self.eps, noise_D)
 
     def train_gain(self) -> None:
@@ -277,7 +307,10 @@ class Mlp(nn.Module):
         self.gate_up, self.down = gate_up, down
 
     def forward(self, x_TD: Tensor, mode: Mode) -> Tensor:
-        out: Tensor = self.down(self.gate_up.gated(x_TD, mode), mode)
+        if self.gate_up.serves(x_TD, mode):
+            out: Tensor = self.down(self.gate_up.gated(x_TD, mode), mode)
+        else:
+            out = self.down(self.gate_up(x_TD, mode), mode, gated=True)
         return out
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qerl.device import resolve_device
+from qerl.kernels.quant_linear import Scratch
 from qerl.model.architecture import PROJECTIONS, QKV, Architecture, architecture_of
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Attention, Block, DenseWeight, Mlp, Projection, QuantizedWeight, RMSNorm, Weight
@@ -177,13 +178,14 @@ class CheckpointSource(Source):
     def __init__(self, arch: Architecture, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.arch, self.checkpoint, self.dtype, self.device = arch, checkpoint, dtype, device
         self.quantized = set(checkpoint.quantized_modules)
+        self.scratch = Scratch()
         self.used: set[str] = set()
 
     def matrix(self, modules: tuple[str, ...]) -> Weight:
         shapes = [_matrix_shape(self.arch, module) for module in modules]
         if any(module in self.quantized for module in modules):
             parts = [self._part(module, shape) for module, shape in zip(modules, shapes, strict=True)]
-            return QuantizedWeight(parts, self.dtype, keep_copy=self.device.type == "cpu")
+            return QuantizedWeight(parts, self.dtype, self.device.type == "cpu", self.scratch)
         value = torch.empty(sum(n for n, _ in shapes), shapes[0][1], dtype=self.dtype, device=self.device)
         start = 0
         for module, (rows, _) in zip(modules, shapes, strict=True):
@@ -249,13 +251,14 @@ class RandomSource(Source):
         self.arch, self.base, self.dtype, self.device = arch, base, dtype, device
         self.generator = torch.Generator(device).manual_seed(seed)
         self.made: dict[tuple[str, ...], Weight] | None = {} if repeat else None
+        self.scratch = Scratch()
 
     def matrix(self, modules: tuple[str, ...]) -> Weight:
         if self.made is None:
             return self._made(modules)
         kind = tuple(module.rpartition(".")[2] for module in modules)
         if kind in self.made:
-            return copy.deepcopy(self.made[kind])
+            return copy.deepcopy(self.made[kind], {id(self.scratch): self.scratch})  # of which there is one
         return self.made.setdefault(kind, self._made(modules))
 
     def _made(self, modules: tuple[str, ...]) -> Weight:
@@ -263,7 +266,7 @@ class RandomSource(Source):
         if self.base == "bf16":
             return DenseWeight(self._normal((sum(n for n, _ in shapes), shapes[0][1])))
         parts: list[Quantized | Tensor] = [self._quantized(n, k) for n, k in shapes]
-        return QuantizedWeight(parts, self.dtype, keep_copy=self.device.type == "cpu")
+        return QuantizedWeight(parts, self.dtype, self.device.type == "cpu", self.scratch)
 
     def table(self, name: str) -> DenseWeight:
         return DenseWeight(self._normal((self.arch.vocab, self.arch.hidden)))

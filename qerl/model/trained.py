@@ -4,7 +4,6 @@ A bf16 gain of 1 does not move under updates of 1e-5: its neighbours are 4e-3 aw
 their addresses for life, so that captured graphs stay valid.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,6 +39,10 @@ class Trained(nn.Module):
         out: Tensor = _Read.apply(self.master, self.copy)  # type: ignore[no-untyped-call]
         return out
 
+    def value(self) -> Tensor:
+        """The same without its history."""
+        return self.master.detach() if self.copy is None else self.copy
+
     @torch.no_grad()
     def lie_in(self, place: Tensor) -> None:
         """Keep the copy in a part of a larger tensor."""
@@ -62,11 +65,11 @@ class Trained(nn.Module):
             self.copy.copy_(self.master)
 
 
+@torch.no_grad()
 def refresh(model: nn.Module) -> None:
-    """Bring every copy of a model up to date; call it after each optimizer step."""
-    for trained in _all(model):
-        trained.refresh()
-
-
-def _all(model: nn.Module) -> Iterator[Trained]:
-    return (module for module in model.modules() if isinstance(module, Trained))
+    """Bring every copy of a model up to date, in a few launches; call it after each optimizer step."""
+    found = [module for module in model.modules() if isinstance(module, Trained)]
+    pairs = [(module.copy, module.master.detach()) for module in found if module.copy is not None]
+    if pairs:
+        copies, masters = zip(*pairs, strict=True)
+        torch._foreach_copy_(copies, masters)

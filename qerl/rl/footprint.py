@@ -2,26 +2,30 @@
 
 Two moments decide. While a model is updated there are the weights, what is trained with its gradients and optimizer
 states, and activations; the cache sleeps. While it samples there are the weights, what is trained, the optimizer's
-states, the cache, and the workspace of a decode step.
+states, the cache, and the workspace of a decode step or, if larger, of a prefill.
 
 Bytes a token of one block's backward pass follow from what autograd keeps of `qerl.model.layers`; the constants below
-are estimates of what libraries add, and are there to be corrected by measurements.
+are estimates of what libraries add, and are there to be corrected by measurements (`qerl bench step` prints both).
+
+The first blocks are those that are recomputed: when the backward pass comes to them, what the others kept is free.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qerl.engine.cache import GPU_SHARE, head_bytes
-from qerl.kernels.logprob import CHUNK_BYTES
+from qerl.engine.engine import GPU_BUDGET
+from qerl.kernels.logprob import SCALED, chunk_tokens
 from qerl.model.adapter import match_targets
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.layers import LoraSettings
 from qerl.model.memory import weight_bytes
 from qerl.model.shapes import Shape
-from qerl.quant.layout import DEQUANTIZE_GPU
 
-CONTEXT = 800_000_000  # CUDA's context and the libraries' workspaces
-DEQUANTIZE_SCRATCH = 12  # bytes of intermediate results for each element that is dequantized at a time
-SAMPLING_BYTES = 36  # a logit on its way to a token: float32 logits and log-probs, float64 running sums
+CONTEXT = 800_000_000  # CUDA's context and loaded kernels
+CUBLAS = 3 * (32 << 20)  # workspaces that torch allocates for cuBLAS: of the forward's and the backward's thread, of Lt
+LOGIT_BYTES = 5  # a logit on its way to a token, where a temperature is all
+FILTERED_BYTES = 36  # with filters or penalties: float32 logits and log-probs, float64 running sums
+MARGIN = 0.06  # of a GPU that stays free before fewer blocks are recomputed: the allocator leaves gaps
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,13 @@ class Workload:
     lora: LoraSettings
     optimizer_bytes: int  # of each trained weight
     micro_batch: int  # tokens of a forward and backward pass
-    recompute: bool
+    recompute: int  # blocks, the first, whose activations are recomputed
     sequences: int  # that the engine decodes at a time
     longest: int  # tokens of a sequence
     item: int = 2  # bytes of an activation
     keys: int = 0  # of a micro-batch with shared prompts, which copies keys and values; 0 where none is shared
     kv_cache_dtype: str = "auto"
+    filters: bool = False  # sampling by more than a temperature
 
 
 @dataclass(frozen=True)
@@ -49,9 +54,11 @@ class Footprint:
     copies: int  # of LoRA in the compute dtype
     optimizer: int
     gradients: int  # float32
+    scratch: int  # a weight in 16 bits, dequantized for a product; cuBLAS's workspaces
     kept: int  # activations that wait for the backward pass
-    block: int  # of the one block that is recomputed, and transient results of its backward pass
+    block: int  # of one block that is recomputed if all are, and transient results of its backward pass
     logits: int  # of a chunk, and the final hidden states
+    prefill: int  # transient results of a prefill
     cache_wanted: int  # for all sequences at their longest
     cache_each: int  # for one
     workspace: int  # of a decode step with a full cache; captured graphs keep it
@@ -60,12 +67,17 @@ class Footprint:
     @property
     def resident(self) -> int:
         """What is always there."""
-        return self.context + self.weights + self.masters + self.copies + self.optimizer
+        return self.context + self.weights + self.masters + self.copies + self.optimizer + self.scratch
 
     @property
     def update_peak(self) -> int:
         """What torch allocates at most while the model is updated (its max_memory_allocated)."""
         return self.resident - self.context + self.gradients + self.kept + max(self.block, self.logits)
+
+    @property
+    def torch_peak(self) -> int:
+        """The same of a whole step; torch does not count the cache."""
+        return max(self.update_peak, self.resident - self.context + max(self.prefill, self.workspace))
 
     def cache(self, gpu: int) -> int:
         """The cache that the engine takes on a GPU of so many bytes."""
@@ -75,7 +87,7 @@ class Footprint:
         return self.update_peak + self.context + self.workspace_for(gpu)
 
     def sampling(self, gpu: int) -> int:
-        return self.resident + self.cache(gpu) + self.workspace_for(gpu)
+        return self.resident + self.cache(gpu) + self.workspace_for(gpu) + self.prefill
 
     def fits(self, gpu: int) -> bool:
         return max(self.updating(gpu), self.sampling(gpu)) <= gpu and self.cache(gpu) >= self.cache_each
@@ -87,33 +99,43 @@ class Footprint:
 
 def footprint(shape: Shape, work: Workload) -> Footprint:
     matrices, gains = trained_weights(shape, work)
-    token, item = _block_token_bytes(shape, work), work.item
-    hidden, largest = shape.hidden, 2 * shape.intermediate * shape.hidden
+    token, item, tokens = _block_token_bytes(shape, work), work.item, work.micro_batch
+    hidden, wide, largest = shape.hidden, shape.intermediate, 2 * shape.intermediate * shape.hidden
     quantized = work.base not in ("bf16", "full")
-    transient = work.micro_batch * 8 * shape.intermediate * item  # gate and up, their gradients, LoRA's share
-    if quantized:
-        transient += largest * item + min(largest, DEQUANTIZE_GPU) * DEQUANTIZE_SCRATCH
-    chunk = min(CHUNK_BYTES, 4 * shape.vocab * work.micro_batch)
-    logits = 2 * chunk + work.micro_batch * hidden * (4 + 3 * item)
-    if work.base == "full":  # the head's gradient, in float32 and as it is passed on
-        logits += shape.vocab * hidden * (4 + item)
-    activations = token * work.micro_batch + _copied(shape, work)
+    # Hidden states before and after the norm, those of completions, their gradient, and its scaling.
+    logits = 4 * shape.vocab * min(tokens, chunk_tokens(shape.vocab)) + 4 * tokens * hidden * item
+    logits += min(tokens, SCALED) * hidden * 4
+    if work.base == "full":  # the head's gradient, in float32 and as it is passed on; a chunk's logits in 16 bits
+        logits += shape.vocab * (hidden * (4 + item) + min(tokens, chunk_tokens(shape.vocab)) * (4 + item))
+    again = min(work.recompute, shape.layers)
+    activations = token * tokens + _copied(shape, work)
     # A token's key and value in one layer.
     place = 2 * shape.kv_heads * head_bytes(shape.head_dim, item, work.kv_cache_dtype)
+    logit = FILTERED_BYTES if work.filters else LOGIT_BYTES
     return Footprint(
         weights=_weights(shape, work.base, item),
         masters=4 * (matrices + gains),
         copies=0 if work.base == "full" else item * matrices,
         optimizer=work.optimizer_bytes * (matrices + gains),
         gradients=4 * (matrices + gains),
-        kept=shape.layers * (hidden * item * work.micro_batch if work.recompute else activations),
-        block=(activations if work.recompute else 0) + transient,
+        scratch=CUBLAS + (largest * item if quantized else 0),
+        kept=again * tokens * hidden * item + (shape.layers - again) * activations,
+        block=(activations if again == shape.layers else 0) + _transient(shape, work),
         logits=logits,
+        prefill=GPU_BUDGET * item * 3 * (wide + hidden) + (largest * item if quantized else 0),
         cache_wanted=work.sequences * work.longest * place * shape.layers,
         cache_each=work.longest * place * shape.layers,
-        workspace=work.sequences * (work.longest * place + shape.vocab * SAMPLING_BYTES),
+        workspace=work.sequences * (shape.vocab * logit + item * (3 * wide + 4 * hidden)),
         context=CONTEXT,
     )
+
+
+def fewest_recomputed(shape: Shape, work: Workload, gpu: int) -> int:
+    """How many blocks must be recomputed, so that updates fit a GPU of so many bytes; all, where not even that does."""
+    for count in range(shape.layers):
+        if footprint(shape, replace(work, recompute=count)).updating(gpu) <= (1 - MARGIN) * gpu:
+            return count
+    return shape.layers
 
 
 def trained_weights(shape: Shape, work: Workload) -> tuple[int, int]:
@@ -138,24 +160,43 @@ def _weights(shape: Shape, base: str, item: int) -> int:
 
 def _block_token_bytes(shape: Shape, work: Workload) -> int:
     """What autograd keeps of a block for each token, were nothing recomputed."""
-    item, hidden = work.item, shape.hidden
+    item, full = work.item, work.base == "full"
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    gain = 4 if work.base == "full" or work.lora.train_norms else 0  # the normed input, where the gain is trained
-    norms = 2 * (hidden * (4 + item + gain) + 4)  # the input in float32, the output, 1/rms
+    norms = 2 * 2 * item * shape.hidden  # input and output
+    attention = item * ((q + 2 * kv) + q) + 4 * shape.heads  # turned, attended; logsumexp
     if shape.form == "qwen3":
-        trained = 4 if work.base == "full" else 0
-        norms += (q + kv) * (4 + trained) + 4 * (shape.heads + shape.kv_heads)
-    attention = item * ((q + 2 * kv) + (q + kv) + q) + 4 * shape.heads  # as projected, turned, attended; logsumexp
-    mlp = item * 4 * shape.intermediate  # gate and up, silu(gate), their product
-    lora = 0 if work.base == "full" else item * work.lora.r * len(PROJECTIONS)
-    return norms + attention + mlp + lora
+        attention += item * (q + 2 * kv)  # as projected
+        if full:  # the norms' inputs and outputs in float32, 1/rms; values are not copied
+            attention += 2 * 4 * (q + kv) + 4 * (shape.heads + shape.kv_heads) - item * kv
+    mlp = item * (3 if full else 2) * shape.intermediate  # gate and up; with a trained weight, their product too
+    return norms + attention + mlp + (0 if full else item * work.lora.r * len(PROJECTIONS))
 
 
 def _copied(shape: Shape, work: Workload) -> int:
-    """What a block keeps more, or less, where prompts are shared: copies of keys and values, in place of these and of
-    the projection that the values are a part of."""
+    """What a block keeps more, or less, where prompts are shared: copies of keys and values. The originals lie beside
+    q; but where the norms of heads are trained they are apart, and neither keys nor the projection, which the values
+    are a part of, are kept."""
+    if not work.keys:
+        return 0
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return work.item * (2 * kv * work.keys - (q + 3 * kv) * work.micro_batch) if work.keys else 0
+    apart = work.base == "full" and shape.form == "qwen3"
+    return work.item * (2 * kv * work.keys - ((q + 3 * kv) * work.micro_batch if apart else 0))
+
+
+def _transient(shape: Shape, work: Workload) -> int:
+    """Of a block's backward pass."""
+    item, tokens = work.item, work.micro_batch
+    hidden, wide = shape.hidden, shape.intermediate
+    # Of the MLP: gradients of silu(gate) * up, of the residual, of the MLP's output and input. Attention's, which are
+    # more beside a narrow MLP, come when gate and up are free.
+    found = tokens * item * (wide + 3 * hidden)
+    if work.keys:  # attention's are more, too, where a prompt is long beside its completions
+        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        queries = tokens * (item * (hidden + 2 * q - 2 * wide) + 4 * q)  # residual, output, q; q's sums in float32
+        found = max(found, queries + work.keys * item * 2 * (q + kv))  # of keys and values, by query head and summed
+    if work.base == "full":  # a matrix's gradient as it is formed
+        found += 2 * wide * hidden * item
+    return found
 
 
 def _is_gain(name: str) -> bool:

@@ -147,7 +147,7 @@ def preflight(config: Config, updater: Updater, say: Callable[[str], None]) -> d
     torch.cuda.reset_peak_memory_stats(model.device)
     started = time.monotonic()
     try:
-        _try(config, updater, tokens)
+        _try_harder(config, updater, tokens)
     except torch.OutOfMemoryError as error:
         updater.optimizer.zero_grad(set_to_none=True)
         raise ValueError(_what_fits(config, updater, tokens, longest)) from error
@@ -161,6 +161,20 @@ def optimizer_bytes(config: Config, updater: Updater) -> int:
     """What AdamW will hold."""
     weights: int = sum(p.numel() for p in updater.parameters)
     return weights * OPTIMIZER_BYTES[config.optim]
+
+
+def _try_harder(config: Config, updater: Updater, tokens: int) -> None:
+    """Where too few blocks were to be recomputed, all are from now on."""
+    try:
+        _try(config, updater, tokens)
+        return
+    except torch.OutOfMemoryError:
+        if config.recompute != "auto" or updater.recompute is True:
+            raise
+    updater.optimizer.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    updater.recompute = True
+    _try(config, updater, tokens)
 
 
 def _try(config: Config, updater: Updater, tokens: int) -> None:

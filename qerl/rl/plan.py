@@ -1,13 +1,15 @@
 """What a run will do and what it will take, from its settings: no weights, no data, no GPU, no network."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
 
 from qerl.config import Config
 from qerl.model.adapter import read_settings
 from qerl.model.layers import LoraSettings
 from qerl.model.shapes import Shape, shape_of
-from qerl.rl.footprint import Footprint, Workload, footprint, trained_weights
+from qerl.rl.footprint import CONTEXT, Footprint, Workload, fewest_recomputed, footprint, trained_weights
 from qerl.rl.sizes import (
     OPTIMIZER_BYTES,
     copied_keys,
@@ -35,6 +37,7 @@ class Plan:
     sampled_tokens: int | None  # over the run
     updated_tokens: int | None  # that updates compute: a group's prompt once, unless micro-batches cut it
     trained_weights: int
+    recomputed_blocks: int  # whose activations are computed again in the backward pass
     memory: Footprint
     gpu_gb: float
     fits: bool
@@ -60,7 +63,8 @@ def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
     completions = config.prompts_per_step * config.num_generations
     sampled = completions * config.max_completion_length
     passed = config.prompts_per_step * group_tokens(config) * config.num_iterations
-    parts = footprint(shape, workload(config))
+    work = workload(config, shape, gpu)
+    parts = footprint(shape, work)
     fits = parts.fits(gpu)
     return Plan(
         rows=rows,
@@ -71,7 +75,8 @@ def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
         sampled_tokens_a_step=sampled,
         sampled_tokens=None if steps is None else steps * sampled,
         updated_tokens=None if steps is None else steps * passed,
-        trained_weights=sum(trained_weights(shape, workload(config))),
+        trained_weights=sum(trained_weights(shape, work)),
+        recomputed_blocks=work.recompute,
         memory=parts,
         gpu_gb=gpu_gb,
         fits=fits,
@@ -81,20 +86,35 @@ def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
     )
 
 
-def workload(config: Config) -> Workload:
+def workload(config: Config, shape: Shape, gpu: int) -> Workload:
+    """On a GPU of so many bytes, which decides how many blocks are recomputed where that is left open."""
     lora = LoraSettings(config.lora_r, config.lora_alpha, config.lora_target_modules, train_norms=config.train_norms)
-    return Workload(
+    work = Workload(
         base=config.base,
         lora=lora if config.init_adapter is None else read_settings(config.init_adapter),
         optimizer_bytes=OPTIMIZER_BYTES[config.optim],
         micro_batch=largest_micro_batch(config),
         keys=copied_keys(config),
-        recompute=config.recompute,
+        recompute=shape.layers,
         sequences=running_sequences(config, config.eval_size),
         longest=longest_sequence(config),
         item=4 if config.dtype == "float32" else 2,
         kv_cache_dtype=config.kv_cache_dtype,
+        filters=(config.top_p, config.top_k, config.min_p, config.repetition_penalty) != (1.0, 0, 0.0, 1.0),
     )
+    if config.recompute == "auto":
+        return replace(work, recompute=fewest_recomputed(shape, work, gpu))
+    named = {"all": shape.layers, "none": 0}
+    count = named[config.recompute] if isinstance(config.recompute, str) else config.recompute
+    return replace(work, recompute=min(count, shape.layers))
+
+
+def recomputed_blocks(config: Config, shape: Shape, device: torch.device) -> int:
+    """The same for the device that a model has just been loaded on; none on a CPU."""
+    if device.type != "cuda":
+        return 0
+    ours = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT
+    return workload(config, shape, ours).recompute
 
 
 def advice(config: Config, shape: Shape, gpu: int) -> str:
@@ -102,16 +122,16 @@ def advice(config: Config, shape: Shape, gpu: int) -> str:
     longest = longest_sequence(config)
     shorter = max(1, config.max_completion_length // 2)
     changes: list[dict[str, Any]] = [
-        {"recompute": True},
+        *([] if config.recompute == "auto" else [{"recompute": "auto"}]),
         {"optim": "adamw_8bit"},
         *({"micro_batch_tokens": n} for n in (16384, 8192, 4096) if longest <= n < config.micro_batch_tokens),
         {"micro_batch_tokens": longest},
         *([{"base": "bf16"}] if config.base == "full" else []),  # LoRA instead of all weights
         {"base": "nvfp4"},
         {"max_completion_length": shorter, "micro_batch_tokens": config.max_prompt_length + shorter},
-        {"base": "nvfp4", "optim": "adamw_8bit", "recompute": True, "micro_batch_tokens": longest},
+        {"base": "nvfp4", "optim": "adamw_8bit", "recompute": "auto", "micro_batch_tokens": longest},
     ]
     for change in changes:
-        if footprint(shape, workload(config.model_copy(update=change))).fits(gpu):
+        if footprint(shape, workload(config.model_copy(update=change), shape, gpu)).fits(gpu):
             return " ".join(f"{key}={value}" for key, value in change.items())
     return ""

@@ -20,6 +20,7 @@ from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
+from qerl.model.shapes import shape_of
 from qerl.quant.checkpoint import resolve
 from qerl.recipe import build_config, default_recipe, load_config
 from qerl.records import Sampling
@@ -31,6 +32,7 @@ from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import optimizer_bytes, preflight
+from qerl.rl.plan import recomputed_blocks
 from qerl.rl.push import require_login, require_repo_id, upload
 from qerl.rl.ranks import ALONE, Ranks, join
 from qerl.rl.schedule import layer_sigmas
@@ -159,7 +161,8 @@ def _trainer(
         display.say("There are no held-out rows, so nothing is evaluated (in Python, eval_dataset brings some).")
     eval_rows = _short_enough(eval_rows, tokenizer, config, display)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
-    updater = Updater(config, model, optimizer, ranks)
+    again = recomputed_blocks(config, shape_of(str(resolve(config.model))), model.device)
+    updater = Updater(config, model, optimizer, ranks, again)
     trial = preflight(config, updater, display.say) if done < total else {}
     state = RunState(rows=len(rows), rewards=rewards.names)
     if saved is not None:

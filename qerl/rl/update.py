@@ -90,11 +90,18 @@ def loss_settings(config: Config) -> LossSettings:
 class Updater:
     """Holds what an update needs besides its samples."""
 
-    def __init__(self, config: Config, model: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks = ALONE,
+        recompute: bool | int = False,
+    ) -> None:
         self.config, self.model, self.optimizer, self.ranks = config, model, optimizer, ranks
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.settings = loss_settings(config)
-        self.recompute = config.recompute and model.device.type == "cuda"
+        self.recompute = recompute  # as the decoder's forward takes it
         # A run that starts from an adapter has that as its reference.
         keeps = config.beta > 0 and config.init_adapter is not None
         self.initial = [p.detach().clone() for p in self.parameters] if keeps else None
@@ -194,7 +201,7 @@ class Updater:
             tally.add("kl", out.kl_N)
         return out.loss
 
-    def logprobs(self, micro: MicroBatch, recompute: bool = False) -> tuple[Tensor, Tensor]:
+    def logprobs(self, micro: MicroBatch, recompute: bool | int = False) -> tuple[Tensor, Tensor]:
         """log p and entropy of the completion tokens under the policy of the loss."""
         hidden_TD = self.model(micro.packed, noise=self.config.noise.in_loss, recompute=recompute)
         return self.model.logprobs(expand(hidden_TD, micro.places), micro.targets_N, self.config.temperature)

@@ -54,6 +54,7 @@ def test_layers_of_a_repeated_model_are_equal_and_apart() -> None:
     first, second = (model.blocks[i].mlp.down.weight for i in range(2))
     assert torch.equal(first.kept, second.kept)
     assert first.kept.data_ptr() != second.kept.data_ptr()
+    assert first.scratch is second.scratch  # memory for one dequantized weight is there once
     assert model.blocks[0].mlp.down.lora["down_proj"].a.master.shape == (8, 768)
 
 

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from qerl.kernels.logprob import logprob, logprob_reference
+from qerl.kernels.gpu.logprob import softmax
+from qerl.kernels.logprob import chunk_tokens, logprob, logprob_reference, softmax_reference
+from tests.kernels.devices import DEVICE, normal
 from tests.memory import peak_bytes
 
 
@@ -91,6 +93,37 @@ def test_no_tensor_of_all_logits_ever_exists() -> None:
     allowed = 3 * chunk * vocabulary * 4 + 3 * head.nbytes + 4 * hidden.nbytes + 64 * tokens
     assert peak_bytes(both_passes) < allowed < whole / 2
     assert peak_bytes(reference) > 2 * whole  # the counter sees what there is to see
+
+
+@pytest.mark.parametrize("width", [1, 53, 9000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+def test_the_kernel_equals_the_reference(width: int, temperature: float, dtype: torch.dtype | None) -> None:
+    logits = normal(5, width) * 8 + 30
+    targets = torch.randint(0, width, (5,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    outcomes = []
+    for function in (softmax, softmax_reference):
+        into = tuple(torch.zeros(5, device=DEVICE) for _ in range(3))
+        change = function(logits.clone(), targets, temperature, into, dtype)
+        outcomes.append((*into, change.float() if dtype is not None else into[0]))
+    for ours, exact in zip(*outcomes, strict=True):
+        # The interpreter rounds to bf16 by cutting.
+        loose = dtype == torch.bfloat16 and DEVICE == "cpu" and ours.dim() == 2
+        assert torch.allclose(ours, exact, rtol=2**-7 if loose else 2e-5, atol=2e-5)
+
+
+def test_logits_of_one_sort_and_infinities_make_no_nan() -> None:
+    logits = torch.full((2, 40), -torch.inf, device=DEVICE)
+    logits[:, 3] = 5.0
+    targets, into = torch.tensor([3, 3], device=DEVICE), tuple(torch.zeros(2, device=DEVICE) for _ in range(3))
+    change = softmax(logits, targets, 1.0, into, torch.float32)
+    assert torch.equal(into[0], torch.zeros_like(into[0]))
+    assert torch.equal(change, torch.zeros_like(change))
+
+
+def test_chunks_are_whole_tiles_where_the_vocabulary_is_large() -> None:
+    assert chunk_tokens(152064) == 1024
+    assert chunk_tokens(10**9) == 1
 
 
 def test_temperature_zero_is_refused() -> None:

@@ -66,6 +66,9 @@ def test_longer_blocks_are_repeated() -> None:
 def test_dequantized_as_bitsandbytes_does(sizes: tuple[int, ...], inputs: int) -> None:
     tiles, exact = case(sizes, inputs)
     found = dequantize_nf4(tiles)
+    place = torch.full_like(found, torch.nan)
+    assert dequantize_nf4(tiles, place) is place
+    assert torch.equal(place, found)
     theirs = []
     for i, n in enumerate(sizes):
         weight = normal(n, inputs, seed=i) * inputs**-0.5 * (i + 1)

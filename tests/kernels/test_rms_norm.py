@@ -3,7 +3,8 @@ import torch
 import transformers
 
 from qerl.kernels.gpu.rms_norm import add_rms_norm as fused
-from qerl.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from qerl.kernels.gpu.rms_norm import rms_norm_backward
+from qerl.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_backward_reference, rms_norm_reference
 from tests.kernels.devices import DEVICE, DTYPES, judge, normal
 
 SHAPES = [(1, 64), (5, 100), (3, 3584)]
@@ -38,10 +39,41 @@ def test_noise_of_zero_is_no_noise() -> None:
     assert torch.equal(rms_norm(x, weight, 1e-6, zero), rms_norm(x, weight, 1e-6))
 
 
-def test_gradients_reach_all_that_asks_for_them() -> None:
-    x, delta, weight = (
-        normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate([(4, 10), (4, 10), (10,)])
-    )
-    total, normed = add_rms_norm(x, delta, weight, 1e-6)
-    (total.sum() + normed.square().sum()).backward()
-    assert all(tensor.grad is not None for tensor in (x, delta, weight))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("backward", [rms_norm_backward, rms_norm_backward_reference])
+def test_the_backward_pass_equals_autograd(shape: tuple[int, int], dtype: torch.dtype, backward: object) -> None:
+    total, dtotal, dy = (normal(*shape, seed=seed, dtype=dtype) for seed in range(3))
+    weight, noise = normal(shape[1], seed=3), normal(shape[1], seed=4)
+
+    def outcome(to: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        leaves = total.to(to).requires_grad_(), weight.clone().requires_grad_()
+        normed = rms_norm_reference(leaves[0], leaves[1], 1e-5, noise)
+        outs = [leaves[0] * 1.0, normed]
+        return torch.autograd.grad(outs, leaves, [dtotal.to(to), dy.to(to)])
+
+    plain, exact = outcome(dtype), outcome(torch.float32)
+    for ours, low, wide in zip(backward(total, weight, 1e-5, noise, dtotal, dy, True), plain, exact, strict=True):
+        judge(ours, low, wide)
+    alone, none = backward(total, weight, 1e-5, None, None, dy, False)
+    assert none is None
+    assert alone.shape == total.shape
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_are_those_of_autograd(adds: bool) -> None:
+    leaves = [normal(*shape, seed=seed).requires_grad_() for seed, shape in enumerate([(4, 10), (4, 10), (10,)])]
+    x, delta, weight = leaves
+    results = []
+    for ours in (True, False):
+        added = x + delta if adds else x
+        normed = rms_norm_reference(added, weight, 1e-6)
+        if ours:
+            added, normed = add_rms_norm(x, delta if adds else None, weight, 1e-6)
+        asked = leaves if adds else [x, weight]
+        results.append(torch.autograd.grad((3 * added).sum() + normed.pow(3).sum(), asked))
+    for ours, exact in zip(*results, strict=True):
+        assert torch.allclose(ours, exact, atol=1e-5, rtol=1e-5)
+    (alone,) = torch.autograd.grad(rms_norm(x, weight.detach(), 1e-6).pow(3).sum(), x)
+    (exact,) = torch.autograd.grad(rms_norm_reference(x, weight, 1e-6).pow(3).sum(), x)
+    assert torch.allclose(alone, exact, atol=1e-5)

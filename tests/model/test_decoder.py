@@ -119,7 +119,9 @@ def test_a_16_bit_checkpoint_is_quantized_once_and_cached(
     assert worst(first, their_log_probs(dequantized_in_transformers(source, kept[0]))) < 1e-4
 
 
-def losses_and_gradients(model: Decoder, sequences: list[list[int]], recompute: bool = False) -> tuple[dict, dict]:
+def losses_and_gradients(
+    model: Decoder, sequences: list[list[int]], recompute: bool | int = False
+) -> tuple[dict, dict]:
     """Log-probs of each sequence's own tokens, and the gradient of their weighted sum, by sequence and name."""
     parameters = trained_parameters(model)
     packed = pack(sequences, model.device)
@@ -171,9 +173,30 @@ def test_neighbours_order_and_lengths_change_nothing(
 def test_recomputing_blocks_gives_the_same_gradients(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = lora_model(make_checkpoint("llama"), device="cpu", cache_dir=tmp_path / "cache")
     _, plain = losses_and_gradients(model, SEQUENCES)
-    _, again = losses_and_gradients(model, SEQUENCES, recompute=True)
-    for name in plain:
-        assert torch.equal(plain[name], again[name])
+    for blocks in (True, 1, 2):
+        _, again = losses_and_gradients(model, SEQUENCES, recompute=blocks)
+        for name in plain:
+            assert torch.equal(plain[name], again[name])
+
+
+def test_blocks_that_are_recomputed_keep_only_their_input(make_checkpoint: Callable[..., Path]) -> None:
+    model = load(str(make_checkpoint("qwen3", num_hidden_layers=4)), base="bf16", device="cpu")
+    add_lora(model, LoraSettings(r=4))
+    kept = []
+    for blocks in (0, 1, 2, 4):
+        seen: dict[int, int] = {}
+
+        def keep(tensor: Tensor, seen: dict[int, int] = seen) -> Tensor:
+            seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(pack([list(range(100))]), recompute=blocks)
+        kept.append(sum(seen.values()))
+    first, second = kept[0] - kept[1], kept[1] - kept[2]
+    assert kept[0] > kept[1] > kept[2] > kept[3] > 0
+    assert kept[2] - kept[3] == pytest.approx(2 * second, rel=0.1)
+    assert first == pytest.approx(second, rel=0.2)
 
 
 def test_no_target_crosses_a_segment() -> None:

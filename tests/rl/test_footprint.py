@@ -11,7 +11,7 @@ from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
 from qerl.model.packing import Continued, Packed, pack, pack_shared
 from qerl.model.shapes import SHAPES, shape_of
-from qerl.rl.footprint import Footprint, Workload, footprint, trained_weights
+from qerl.rl.footprint import Footprint, Workload, fewest_recomputed, footprint, trained_weights
 
 GB = 10**9
 TOKENS = 64
@@ -23,7 +23,7 @@ def workload(**changes: object) -> Workload:
         "lora": LoraSettings(),
         "optimizer_bytes": 8,
         "micro_batch": 16384,
-        "recompute": True,
+        "recompute": 100,
         "sequences": 128,
         "longest": 4416,
     }
@@ -63,7 +63,7 @@ def test_activations_of_a_block_are_what_autograd_keeps(
     lora = LoraSettings(r=8, lora_alpha=16, train_norms=norms)
     one, two = (make_checkpoint(family, num_hidden_layers=layers) for layers in (1, 2))
     measured = bytes_autograd_keeps(two, base, lora) - bytes_autograd_keeps(one, base, lora)
-    work = workload(base=base, lora=lora, micro_batch=TOKENS, recompute=False)
+    work = workload(base=base, lora=lora, micro_batch=TOKENS, recompute=0)
     ours = footprint(shape_of(str(two)), work).kept - footprint(shape_of(str(one)), work).kept
     shape = shape_of(str(one))
     joined = TOKENS * shape.heads * shape.head_dim * 2  # on a CPU attention goes by segments, which are then joined
@@ -71,16 +71,16 @@ def test_activations_of_a_block_are_what_autograd_keeps(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize(("prompt", "completion"), [(16, 8), (64, 4)])
+@pytest.mark.parametrize(("base", "prompt", "completion"), [("bf16", 16, 8), ("nvfp4", 64, 4), ("full", 64, 4)])
 def test_shared_prompts_keep_copies_of_keys_and_values(
-    family: str, prompt: int, completion: int, make_checkpoint: Callable[..., Path]
+    family: str, base: str, prompt: int, completion: int, make_checkpoint: Callable[..., Path]
 ) -> None:
     lora = LoraSettings(r=8, lora_alpha=16)
     one, two = (make_checkpoint(family, num_hidden_layers=layers) for layers in (1, 2))
     packed, _, _ = pack_shared([Continued([1] * prompt, [[2] * completion] * 6)])
-    measured = bytes_autograd_keeps(two, "bf16", lora, packed) - bytes_autograd_keeps(one, "bf16", lora, packed)
+    measured = bytes_autograd_keeps(two, base, lora, packed) - bytes_autograd_keeps(one, base, lora, packed)
     keys, tokens = 6 * (prompt + completion), prompt + 6 * completion
-    work = workload(base="bf16", lora=lora, micro_batch=tokens, recompute=False, keys=keys)
+    work = workload(base=base, lora=lora, micro_batch=tokens, recompute=0, keys=keys)
     ours = footprint(shape_of(str(two)), work).kept - footprint(shape_of(str(one)), work).kept
     shape = shape_of(str(one))
     on_a_cpu = 2 * tokens * shape.heads * shape.head_dim + 2 * 5 * completion * (prompt + completion)  # joined; masks
@@ -116,8 +116,8 @@ def planned(shape: str, base: str, **changes: object) -> Footprint:
 
 
 def test_a_32b_model_fits_80_gb_in_4_bits_and_not_in_16() -> None:
-    assert planned("qwen2.5-32b", "nvfp4", micro_batch=9216, longest=9216).fits(80 * GB)
-    assert not planned("qwen2.5-32b", "bf16", micro_batch=9216, longest=9216).fits(80 * GB)
+    assert planned("qwen2.5-32b", "nvfp4", longest=9216).fits(80 * GB)
+    assert not planned("qwen2.5-32b", "bf16", longest=9216).fits(80 * GB)
     assert not planned("qwen2.5-7b", "full").fits(80 * GB)
     assert planned("qwen2.5-7b", "full").fits(200 * GB)
 
@@ -129,11 +129,23 @@ def test_an_fp8_cache_counts_half() -> None:
     assert small.weights == plain.weights
 
 
+def test_as_few_blocks_are_recomputed_as_memory_asks_for() -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    counts = [fewest_recomputed(shape, workload(), gpu * GB) for gpu in (11, 24, 40, 60, 139)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] == shape.layers
+    assert counts[-1] == 0
+    for gpu, count in zip((24, 40, 60), counts[1:], strict=False):
+        assert 0 < count <= shape.layers
+        assert planned("qwen2.5-7b", "nvfp4", recompute=count).updating(gpu * GB) <= gpu * GB
+        assert planned("qwen2.5-7b", "nvfp4", recompute=count - 1).updating(gpu * GB) > 0.9 * gpu * GB
+
+
 def test_each_knob_moves_its_own_part() -> None:
     plain = planned("qwen2.5-7b", "nvfp4")
     eight = planned("qwen2.5-7b", "nvfp4", optimizer_bytes=2)
     assert 4 * eight.optimizer == plain.optimizer
-    assert planned("qwen2.5-7b", "nvfp4", recompute=False).update_peak > plain.update_peak
+    assert planned("qwen2.5-7b", "nvfp4", recompute=0).update_peak > plain.update_peak
     half = planned("qwen2.5-7b", "nvfp4", micro_batch=8192)
     assert 2 * half.kept == plain.kept
     assert half.cache_wanted == plain.cache_wanted

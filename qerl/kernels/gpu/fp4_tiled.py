@@ -263,10 +263,11 @@ def tiled_linear(x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | No
     return y
 
 
-def dequantize_tiles(tiles: Tiles) -> Tensor:
-    """The weight, bf16 [N, K], bit for bit as the format's reference gives it."""
+def dequantize_tiles(tiles: Tiles, out: Tensor | None = None) -> Tensor:
+    """The weight, bf16 [N, K], bit for bit as the format's reference gives it; in `out` if there is one."""
     (outputs, inputs), k_tiles = tiles.shape, tiles.words.shape[1]
-    out = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=tiles.words.device)
+    if out is None:
+        out = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=tiles.words.device)
     kr = next(kr for kr in (4, 2, 1) if k_tiles % kr == 0)
     grid = (len(tiles.words) // 4 * (k_tiles // kr),)
     dequantize_kernel[grid](

@@ -93,3 +93,88 @@ def turned_into_cache(
         num_warps=2 if each == 4 else 4, **early(qkv),
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _one_of(q, k, v, row, head, at, mask, H: tl.constexpr, G: tl.constexpr, d: tl.constexpr):
+    """Elements `at` of each head, float32: the first H from q [T, H, d], the next G from k, the last from v."""
+    from_q = tl.load(q + (row * H + head) * d + at, mask=mask & (head < H), other=0.0)
+    from_k = tl.load(k + (row * G + head - H) * d + at, mask=mask & (head >= H) & (head < H + G), other=0.0)
+    from_v = tl.load(v + (row * G + head - H - G) * d + at, mask=mask & (head >= H + G), other=0.0)
+    return from_q.to(tl.float32) + from_k.to(tl.float32) + from_v.to(tl.float32)
+
+
+@triton.jit
+def _turn_heads(
+    qkv, dq, dk, dv, out, qkv_stride, cos, sin, q_gain, k_gain, eps,
+    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    NORMS: tl.constexpr, BACK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out [T, (H + 2G) d]: the heads of qkv turned; BACK: their gradients turned back, and through the norms."""
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    inside = at < HALF
+    mask = (head < H + 2 * G) & inside
+    is_q, is_v = head < H, head >= H + G
+    source = qkv + row * qkv_stride + head * (2 * HALF) + at
+    if BACK:
+        first = _one_of(dq, dk, dv, row, head, at, mask, H, G, 2 * HALF)
+        second = _one_of(dq, dk, dv, row, head, at + HALF, mask, H, G, 2 * HALF)
+    else:
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * 2 * HALF + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * 2 * HALF + at, mask=inside, other=0.0).to(tl.float32)
+    x, y = first, second
+    if NORMS:
+        q_first, q_second = tl.load(q_gain + at, inside, 0.0), tl.load(q_gain + HALF + at, inside, 0.0)
+        k_first, k_second = tl.load(k_gain + at, inside, 0.0), tl.load(k_gain + HALF + at, inside, 0.0)
+        low_gain, high_gain = tl.where(is_q, q_first, k_first), tl.where(is_q, q_second, k_second)
+    if BACK:
+        low, high = _rounded(x * c, out) + _rounded(y * s, out), _rounded(y * c, out) - _rounded(x * s, out)
+        if NORMS:
+            u = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+            w = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(u * u, 1) + tl.sum(w * w, 1)) / (2 * HALF) + eps)[:, None]
+            u, w = u * scale, w * scale
+            low, high = low_gain * _rounded(low, out), high_gain * _rounded(high, out)
+            along = ((tl.sum(low * u, 1) + tl.sum(high * w, 1)) / (2 * HALF))[:, None]
+            low, high = scale * (low - u * along), scale * (high - w * along)
+    else:
+        if NORMS:
+            scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
+            x, y = _rounded(low_gain * (x * scale), out), _rounded(high_gain * (y * scale), out)
+        low, high = _rounded(x * c, out) - _rounded(y * s, out), _rounded(y * c, out) + _rounded(x * s, out)
+    low = tl.where(is_v, first, low).to(out.dtype.element_ty)
+    high = tl.where(is_v, second, high).to(out.dtype.element_ty)
+    target = out + (row * (H + 2 * G) + head) * (2 * HALF) + at
+    tl.store(target, low, mask=mask)
+    tl.store(target + HALF, high, mask=mask)
+
+
+def turned(heads: "Heads") -> Tensor:
+    """q, k and v turned, side by side: [T, (H + 2G) d]."""
+    return _launch(heads, (heads.qkv_TN,) * 3, back=False)
+
+
+def turned_back(heads: "Heads", dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    """As `turned_back_reference`."""
+    return _launch(heads, (dq.contiguous(), dk.contiguous(), dv.contiguous()), back=True)
+
+
+def _launch(heads: "Heads", grads: tuple[Tensor, ...], back: bool) -> Tensor:
+    qkv, (h, g), (tokens, _, d) = heads.qkv_TN, heads.counts, heads.cos.shape
+    assert qkv.stride(-1) == 1, "a row of qkv must be contiguous"
+    assert heads.cos.is_contiguous(), "tables must be contiguous"
+    assert heads.sin.is_contiguous(), "tables must be contiguous"
+    out = torch.empty(tokens, (h + 2 * g) * d, dtype=qkv.dtype, device=qkv.device)
+    q_gain, k_gain = heads.gains or (None, None)
+    each = 16  # heads to a program
+    _turn_heads[(tokens, triton.cdiv(h + 2 * g, each))](
+        qkv, *grads, out, qkv.stride(0), heads.cos, heads.sin, q_gain, k_gain, heads.eps,
+        H=h, G=g, HALF=d // 2, HEADS=each, BLOCK=triton.next_power_of_2(d // 2),
+        NORMS=heads.gains is not None, BACK=back, num_warps=4, **early(out),
+    )  # fmt: skip
+    return out

@@ -238,10 +238,11 @@ def tiled_nf4_linear(x: Tensor, tiles: Nf4Tiles, bias: Tensor | None, plan: Nf4P
     return y
 
 
-def dequantize_nf4(tiles: Nf4Tiles) -> Tensor:
-    """The weight, bf16 [N, K], bit for bit as the format's reference gives it."""
+def dequantize_nf4(tiles: Nf4Tiles, out: Tensor | None = None) -> Tensor:
+    """The weight, bf16 [N, K], bit for bit as the format's reference gives it; in `out` if there is one."""
     (outputs, inputs), k_tiles = tiles.shape, tiles.words.shape[1]
-    out = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=tiles.words.device)
+    if out is None:
+        out = torch.empty(outputs, inputs, dtype=torch.bfloat16, device=tiles.words.device)
     kr = next(kr for kr in (4, 2, 1) if k_tiles % kr == 0)
     dequantize_kernel[(len(tiles.words) // 4 * (k_tiles // kr),)](
         tiles.words, tiles.absmax, tiles.table, out, outputs, inputs, k_tiles,
