@@ -122,7 +122,8 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
         kept=again * tokens * hidden * item + (shape.layers - again) * activations,
         block=(activations if again == shape.layers else 0) + _transient(shape, work),
         logits=logits,
-        prefill=GPU_BUDGET * item * 3 * (wide + hidden) + (largest * item if quantized else 0),
+        prefill=min(GPU_BUDGET, work.sequences * work.longest) * item * 3 * (wide + hidden)
+        + (largest * item if quantized else 0),
         cache_wanted=work.sequences * work.longest * place * shape.layers,
         cache_each=work.longest * place * shape.layers,
         workspace=work.sequences * (shape.vocab * logit + item * (3 * wide + 4 * hidden)),
@@ -187,9 +188,9 @@ def _transient(shape: Shape, work: Workload) -> int:
     """Of a block's backward pass."""
     item, tokens = work.item, work.micro_batch
     hidden, wide = shape.hidden, shape.intermediate
-    # Of the MLP: gradients of silu(gate) * up, of the residual, of the MLP's output and input. Attention's, which are
-    # more beside a narrow MLP, come when gate and up are free.
-    found = tokens * item * (wide + 3 * hidden)
+    # Of the MLP: silu(gate) * up, formed again, and its gradient; gradients of the residual, of the MLP's output and
+    # input. Attention's, which are more beside a narrow MLP, come when gate and up are free.
+    found = tokens * item * (2 * wide + 3 * hidden)
     if work.keys:  # attention's are more, too, where a prompt is long beside its completions
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         queries = tokens * (item * (hidden + 2 * q - 2 * wide) + 4 * q)  # residual, output, q; q's sums in float32

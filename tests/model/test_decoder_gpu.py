@@ -145,13 +145,18 @@ def test_gradients_err_at_most_twice_as_much_as_peft_in_bf16(
 
 
 def test_neighbours_change_nothing_in_float32(folder: Path, record_property: Callable[[str, object], None]) -> None:
+    """No more than twice as much as two implementations in float32 differ: products of other sizes round elsewhere."""
+    plain = log_probs(load(str(folder), base="bf16", device="cuda", dtype=torch.float32), SEQUENCES)
+    rounding = worst(plain, their_log_probs(their_model(folder, torch.float32), SEQUENCES))
+    record_property("rounding", rounding)
+    assert rounding < 2e-5
     model = with_lora(folder, base="bf16", dtype=torch.float32)
     together = log_probs(model, SEQUENCES)
     alone = [log_probs(model, [ids])[0] for ids in SEQUENCES]
     record_property("worst", worst(together, alone))
-    assert worst(together, alone) < 1e-5
+    assert worst(together, alone) <= 2 * rounding
     backwards = log_probs(model, SEQUENCES[::-1])[::-1]
-    assert worst(together, backwards) < 1e-5
+    assert worst(together, backwards) <= 2 * rounding
     summed: dict[str, Tensor] = {}
     for ids in SEQUENCES:
         if len(ids) > 1:
