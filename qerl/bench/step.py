@@ -9,7 +9,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from qerl.model.decoder import Decoder
 from qerl.model.shapes import shape_named
 from qerl.recipe import build_config
 from qerl.records import Sampling
+from qerl.rl.batch import MicroBatch
 from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display
@@ -39,7 +40,7 @@ from qerl.rl.plan import recomputed_blocks, workload
 from qerl.rl.rollout import train_samples
 from qerl.rl.sizes import longest_sequence
 from qerl.rl.trainer import Trainer
-from qerl.rl.update import Updater, make_optimizer
+from qerl.rl.update import Tally, Updater, make_optimizer
 from qerl.tasks.rewards import Rewards
 
 PARTS = ("rollout", "reward", "old_logprobs", "forward", "backward", "optimizer", "sleep", "wake")
@@ -103,6 +104,7 @@ class TimedUpdater(Updater):
     """What is not forward and not optimizer is backward, clipping included."""
 
     clock: Clock
+    largest: tuple[int, int] = (0, 0)  # of the micro-batches: tokens, and keys where prompts are shared
 
     def step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with self.clock.part("backward"):
@@ -112,9 +114,11 @@ class TimedUpdater(Updater):
         with self.clock.part("old_logprobs"):
             super().score(*args, **kwargs)
 
-    def _loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _loss(self, micro: MicroBatch, tally: Tally) -> torch.Tensor:
+        keys = micro.packed.keys
+        self.largest = max(self.largest, (len(micro.packed.ids_T), 0 if keys is None else sum(keys.lengths)))
         with self.clock.part("forward"):
-            return super()._loss(*args, **kwargs)
+            return super()._loss(micro, tally)
 
     def _apply(self, *args: Any, **kwargs: Any) -> None:
         with self.clock.part("optimizer"):
@@ -189,6 +193,7 @@ def _row(job: Steps, name: str, base: str, model: Decoder, running: int, taken: 
         trainer, clock = assemble(job, name, base, model, running, Path(scratch))
         engine, updater, device = trainer.sampler, trainer.updater, model.device
         assert isinstance(engine, TimedEngine)
+        assert isinstance(updater, TimedUpdater)
         reset_peak(device)
         taken_s: list[dict[str, float]] = []
         computed: list[float] = []
@@ -206,6 +211,8 @@ def _row(job: Steps, name: str, base: str, model: Decoder, running: int, taken: 
     trained = statistics.median(computed[1:])
     shape = shape_named(name)
     load = workload(config.model_copy(update={"recompute": int(updater.recompute)}), shape, 10**15)
+    # Whole groups of equal lengths fill a micro-batch less than those of a run may: plan for what there was.
+    load = replace(load, micro_batch=updater.largest[0], keys=updater.largest[1])
     parts = footprint(shape, load)
     kept = [one for one in allocated[2:] if one is not None]
     fixed = parts.context + parts.workspace * running // load.sequences
