@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from qerl.bench.qlora import BITSANDBYTES, hold_bitsandbytes, nearest, require
 from qerl.bench.replay import BANDWIDTH
 from qerl.device import resolve_device
 from qerl.engine.cache import block_bytes, blocks_that_fit
@@ -58,8 +59,9 @@ class Table:
 def measure(table: Table, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """A row for each combination; what does not fit into memory is said and left out."""
     device = resolve_device(table.device)
+    require(table.bases)  # refused before anything is measured
     for shape in table.shapes:
-        shape_named(shape)  # refused before anything is measured
+        shape_named(shape)
     for shape in table.shapes:
         for base in table.bases:
             for rank in table.ranks:
@@ -90,6 +92,7 @@ def _rows(
             if first is None:
                 engine.generate(requests, Sampling(max_tokens=WARM_UP))  # kernels are compiled, graphs captured
                 first = _seconds(engine, requests, 1)
+                say(f"decode steps are {decoded(engine)}")
             if new <= table.run_up_to:
                 step, timed = (_seconds(engine, requests, new) - first) / max(1, new - 1), "every step"
             else:
@@ -105,12 +108,20 @@ def _rows(
 
 
 def random_model(shape: str, base: str, rank: int, device: torch.device) -> Decoder:
-    """Layers after the first are copies of it: a 32B shape is there in seconds."""
+    """Layers after the first are copies of it: a 32B shape is there in seconds. base: `bitsandbytes` too."""
+    require([base])
     dtype = "bfloat16" if device.type == "cuda" else None
-    model = load_random(shape, base=base, device=device, dtype=dtype, repeat=True)
+    model = load_random(shape, base=nearest(base), device=device, dtype=dtype, repeat=True)
+    if base == BITSANDBYTES:
+        hold_bitsandbytes(model)
     if rank:
         add_lora(model, LoraSettings(r=rank, lora_alpha=2 * rank))
     return model
+
+
+def decoded(engine: Engine) -> str:
+    """How it has decoded so far."""
+    return "captured graphs" if engine.graphs is not None and engine.graphs.captured else "eager"
 
 
 def mean_step_seconds(engine: Engine, batch: int, prompt: int, new: int) -> float:

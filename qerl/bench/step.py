@@ -17,8 +17,9 @@ import torch
 from rich.console import Console
 
 from qerl.bench.clock import Clock, allocated_gb, occupied, peak_gb, reset_peak
-from qerl.bench.decode import random_model
-from qerl.bench.training import Say
+from qerl.bench.decode import decoded, random_model
+from qerl.bench.qlora import BITSANDBYTES, nearest, ratios, require, rivals_first
+from qerl.bench.training import Say, recomputed
 from qerl.config import Config
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit
@@ -36,7 +37,7 @@ from qerl.rl.data import PromptSource
 from qerl.rl.display import Display
 from qerl.rl.footprint import footprint
 from qerl.rl.guard import optimizer_bytes
-from qerl.rl.plan import recomputed_blocks, workload
+from qerl.rl.plan import workload
 from qerl.rl.rollout import train_samples
 from qerl.rl.sizes import longest_sequence
 from qerl.rl.trainer import Trainer
@@ -126,15 +127,16 @@ class TimedUpdater(Updater):
 
 
 def measure(job: Steps, say: Say) -> Iterator[dict[str, Any]]:
-    """A row for each shape, base and number of sequences in flight; bf16 first, so that the others have its ratio."""
+    """A row for each shape, base and number of sequences in flight; rivals first: the others have their ratios."""
     device = resolve_device(None if job.device == "auto" else job.device)
     if job.steps < 2:
         raise ValueError("--steps must be at least 2: the first one only warms up.")
+    require(job.bases)
     ballast = occupied(job.limit_gb, device)
     taken = ballast.nbytes if ballast is not None else 0
     for name in job.shapes:
-        plain: dict[int, float] = {}
-        for base in sorted(job.bases, key=lambda base: base != "bf16"):
+        done: dict[tuple[str, int], float] = {}
+        for base in rivals_first(job.bases):
             say(f"Making random weights of {name} as {base} ...")
             try:
                 model = random_model(name, base, job.rank, device)
@@ -148,10 +150,7 @@ def measure(job: Steps, say: Say) -> Iterator[dict[str, Any]]:
                 except torch.OutOfMemoryError as error:
                     say(f"{name} as {base} with {running} in flight does not fit: {str(error).splitlines()[0]}")
                 else:
-                    if base == "bf16":
-                        plain[running] = row["step_s"]
-                    row["x_bf16"] = round(plain[running] / row["step_s"], 3) if running in plain else None
-                    yield row
+                    yield row | ratios(done, base, running, row["step_s"])
                 for parameter in trained_parameters(model).values():
                     parameter.grad = None
                 reset_peak(device)
@@ -164,7 +163,7 @@ def settings(job: Steps, base: str, folder: Path) -> Config:
     recompute = int(job.recompute) if job.recompute.isdigit() else job.recompute
     return build_config(
         {
-            "base": base,
+            "base": nearest(base),
             "prompts_per_step": job.prompts,
             "num_generations": job.group,
             "steps_per_generation": job.updates,
@@ -218,19 +217,20 @@ def _row(job: Steps, name: str, base: str, model: Decoder, running: int, taken: 
     fixed = parts.context + parts.workspace * running // load.sequences
     sampling = parts.resident - parts.context + engine.cache.nbytes + parts.prefill
     planned = (fixed + max(parts.update_peak, sampling)) / 1e9
+    ours = base != BITSANDBYTES  # whose memory nothing plans
     return {
         "op": "step", "shape": name, "base": base, "rank": job.rank, "running": running, "prompts": job.prompts,
         "group": job.group, "prompt": job.prompt, "new": job.new, "micro_batch": config.micro_batch_tokens,
         "trained_tokens": int(trained), "recomputed": int(updater.recompute), "step_s": round(middle["whole"], 3),
-        "x_bf16": None,
+        "x_bf16": None, "x_bitsandbytes": None, "decode": decoded(engine),
         **{f"{part}_s": round(middle[part], 4) for part in (*PARTS, "other")},
         "switch_ms": round(1e3 * (middle["sleep"] + middle["wake"]), 2),
         "rollout_tokens_per_s": round(sampled / middle["rollout"], 1),
         "train_tokens_per_s": round(trained / max(1e-9, middle["forward"] + middle["backward"]), 1),
-        "peak_gb": peak, "plan_gb": round(parts.torch_peak / 1e9, 3),
-        "plan_off": round(parts.torch_peak / 1e9 / peak - 1, 3) if peak else None,
+        "peak_gb": peak, "plan_gb": round(parts.torch_peak / 1e9, 3) if ours else None,
+        "plan_off": round(parts.torch_peak / 1e9 / peak - 1, 3) if peak and ours else None,
         "device_gb": round((engine.held - taken) / 1e9, 2) if peak else None,
-        "plan_device_gb": round(planned, 2), "limit_gb": job.limit_gb,
+        "plan_device_gb": round(planned, 2) if ours else None, "limit_gb": job.limit_gb,
         "cache_gb": round(engine.cache.nbytes / 1e9, 2), "steps": job.steps,
         "allocated_gb_step3": kept[0] if kept else None, "allocated_gb_last": kept[-1] if kept else None,
         "last_s": round(taken_s[-1]["whole"], 3),
@@ -257,7 +257,8 @@ def assemble(job: Steps, name: str, base: str, model: Decoder, running: int, fol
     """A trainer as `qerl train` makes one, on this model, with a clock in it."""
     config, shape, clock = settings(job, base, folder), shape_named(name), Clock(model.device)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
-    updater = TimedUpdater(config, model, optimizer, recompute=recomputed_blocks(config, shape, model.device))
+    again = recomputed(job.recompute, base, shape, workload(config, shape, 10**15), model.device)
+    updater = TimedUpdater(config, model, optimizer, recompute=again)
     updater.clock = clock
     lengths = [longest_sequence(config)] * running
     blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, optimizer_bytes(config, updater))

@@ -13,6 +13,7 @@ from torch import Tensor
 from qerl.bench.clock import Clock, peak_gb, reset_peak
 from qerl.bench.decode import random_model
 from qerl.bench.operations import PEAK, pass_operations
+from qerl.bench.qlora import BITSANDBYTES, fewest_recomputed, nearest, ratios, require, rivals_first
 from qerl.device import resolve_device
 from qerl.kernels.logprob import chunk_tokens
 from qerl.model.adapter import trained_parameters
@@ -20,7 +21,7 @@ from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.packing import Packed, next_tokens, pack
 from qerl.model.shapes import Shape, shape_named
-from qerl.rl.footprint import CONTEXT, Workload, fewest_recomputed, footprint
+from qerl.rl.footprint import CONTEXT, Workload, footprint
 
 WARM = 1  # passes before those that count: kernels are compiled
 Say = Callable[[str], None]
@@ -42,11 +43,12 @@ class Passes:
 
 
 def measure(job: Passes, say: Say) -> Iterator[dict[str, Any]]:
-    """A row for each shape, base and number of tokens; bf16 comes first, so that the others have its ratio."""
+    """A row for each shape, base and number of tokens; rivals come first, so that the others have their ratios."""
     device = resolve_device(None if job.device == "auto" else job.device)
+    require(job.bases)
     for name in job.shapes:
-        plain: dict[int, float] = {}
-        for base in sorted(job.bases, key=lambda base: base != "bf16"):
+        done: dict[tuple[str, int], float] = {}
+        for base in rivals_first(job.bases):
             say(f"Making random weights of {name} as {base} ...")
             try:
                 model = random_model(name, base, job.rank, device)
@@ -54,7 +56,7 @@ def measure(job: Passes, say: Say) -> Iterator[dict[str, Any]]:
                 say(f"{name} as {base} does not fit this GPU.")
                 continue
             for tokens in job.tokens:
-                row = _row(job, name, base, model, tokens, plain, say)
+                row = _row(job, name, base, model, tokens, done, say)
                 if row is not None:
                     yield row
             del model
@@ -63,16 +65,16 @@ def measure(job: Passes, say: Say) -> Iterator[dict[str, Any]]:
 
 def work(base: str, rank: int, tokens: int, recompute: int, item: int) -> Workload:
     """The pass as the plan knows it: no optimizer, no cache."""
-    return Workload(base, LoraSettings(r=max(1, rank)), 0, tokens, recompute, 1, 1, item)
+    return Workload(nearest(base), LoraSettings(r=max(1, rank)), 0, tokens, recompute, 1, 1, item)
 
 
-def recomputed(asked: str, shape: Shape, load: Workload, device: torch.device) -> int:
+def recomputed(asked: str, base: str, shape: Shape, load: Workload, device: torch.device) -> int:
     """How many blocks; on a CPU `auto` is none."""
     if asked == "auto":
         if device.type != "cuda":
             return 0
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT
-        return fewest_recomputed(shape, load, free)
+        return fewest_recomputed(base, shape, load, free)
     named = {"all": shape.layers, "none": 0}
     if asked not in named and not asked.isdigit():
         raise ValueError(f"--recompute {asked!r}: write auto, all, none or a number of blocks.")
@@ -80,10 +82,10 @@ def recomputed(asked: str, shape: Shape, load: Workload, device: torch.device) -
 
 
 def _row(
-    job: Passes, name: str, base: str, model: Decoder, tokens: int, plain: dict[int, float], say: Say
+    job: Passes, name: str, base: str, model: Decoder, tokens: int, timed: dict[tuple[str, int], float], say: Say
 ) -> dict[str, Any] | None:
     shape, device, item = shape_named(name), model.device, model.dtype.itemsize
-    blocks = recomputed(job.recompute, shape, work(base, job.rank, tokens, 0, item), device)
+    blocks = recomputed(job.recompute, base, shape, work(base, job.rank, tokens, 0, item), device)
     lengths = [job.segment] * (tokens // job.segment) + ([tokens % job.segment] if tokens % job.segment else [])
     draw = random.Random(0)
     packed = pack([[draw.randrange(shape.vocab) for _ in range(length)] for length in lengths], device)
@@ -102,16 +104,16 @@ def _row(
     predicted = tokens - len(lengths)
     done = pass_operations(shape, job.rank, lengths, predicted, blocks)
     planned = footprint(shape, work(base, job.rank, tokens, blocks, item)).update_peak / 1e9
-    if base == "bf16":
-        plain[tokens] = seconds
+    ours = base != BITSANDBYTES  # whose memory nothing plans
     row = {
         "op": "train", "shape": name, "base": base, "rank": job.rank, "tokens": tokens, "segment": job.segment,
         "recomputed": blocks, "tokens_per_s": round(tokens / seconds, 1), "tflops": round(done / seconds / 1e12, 1),
         "of_peak": round(done / seconds / PEAK, 3),
-        "x_bf16": round(plain[tokens] / seconds, 3) if tokens in plain else None,
+        **ratios(timed, base, tokens, seconds),
         **{f"{key}_ms": round(1e3 * value, 2) for key, value in parts.items()},
         "head_products_ms": round(1e3 * _head_products(model, predicted), 2),
-        "peak_gb": peak, "plan_gb": round(planned, 3), "plan_off": round(planned / peak - 1, 3) if peak else None,
+        "peak_gb": peak, "plan_gb": round(planned, 3) if ours else None,
+        "plan_off": round(planned / peak - 1, 3) if peak and ours else None,
     }  # fmt: skip
     _forget(model)
     return row

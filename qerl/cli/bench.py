@@ -58,7 +58,9 @@ def bench_rollout(
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes, as 1,8,32: speed of prefill and decoding with LoRA.")
     ] = None,
-    base: Annotated[str, typer.Option(help="With --batch: nvfp4, bf16, mxfp4 or nf4; a list.")] = "nvfp4",
+    base: Annotated[
+        str, typer.Option(help="With --batch: nvfp4, bf16, mxfp4, nf4 or bitsandbytes (its NF4 kernels); a list.")
+    ] = "nvfp4",
     rank: Annotated[str, typer.Option(help="With --batch: LoRA's rank, a list; 0: none.")] = "32",
     prompt: Annotated[int, typer.Option(help="With --batch: tokens of a prompt.", min=1)] = 256,
     run_up_to: Annotated[
@@ -129,7 +131,7 @@ def bench_linear(
 @bench.command("prefill")
 def bench_prefill(
     shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
-    base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4 or nf4.")] = "nvfp4",
+    base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4, nf4 or bitsandbytes.")] = "nvfp4",
     rank: Annotated[int, typer.Option(help="LoRA's rank; 0: none.", min=0)] = 32,
     prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 16,
     samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 16,
@@ -163,7 +165,7 @@ def bench_startup(
 @bench.command("logprobs")
 def bench_logprobs(
     shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
-    base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4 or nf4.")] = "nvfp4",
+    base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4, nf4 or bitsandbytes.")] = "nvfp4",
     rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
     sigma: Annotated[float, typer.Option(help="Noise.", min=0)] = 0.01,
     batch: Annotated[int, typer.Option(help="Sequences.", min=1)] = 64,
@@ -185,7 +187,9 @@ def bench_logprobs(
 @bench.command("step")
 def bench_step(
     shape: Annotated[str, typer.Option(help="Shapes of the random models, as qwen2.5-3b,qwen2.5-7b.")] = "tiny",
-    base: Annotated[str, typer.Option(help="Bases, as bf16,nvfp4,nf4.")] = "bf16,nvfp4",
+    base: Annotated[
+        str, typer.Option(help="Bases: bf16, nvfp4, mxfp4, nf4, bitsandbytes (NF4 on its own kernels, as in QLoRA).")
+    ] = "bf16,nvfp4",
     tokens: Annotated[
         str | None, typer.Option(help="Packed tokens, as 8192,16384,32768: the training pass alone.")
     ] = None,
@@ -216,8 +220,9 @@ def bench_step(
         from qerl.bench.training import measure as passes
 
         job = Passes(shapes, bases, _numbers(tokens), segment, rank, recompute, repeats, device, profile)
-        figures = ("shape", "base", "tokens", "recomputed", "tokens_per_s", "tflops", "of_peak", "x_bf16", "forward_ms",
-                   "logprob_ms", "head_products_ms", "backward_ms", "peak_gb", "plan_gb", "plan_off")  # fmt: skip
+        figures = ("shape", "base", "tokens", "recomputed", "tokens_per_s", "tflops", "of_peak", "x_bf16",
+                   "x_bitsandbytes", "forward_ms", "logprob_ms", "head_products_ms", "backward_ms", "peak_gb",
+                   "plan_gb", "plan_off")  # fmt: skip
         _measured(passes(job, say), figures, f"Forward and backward, LoRA r = {rank}", csv, turned=True)
         return
     from qerl.bench.step import Steps
@@ -225,10 +230,10 @@ def bench_step(
 
     work = Steps(shapes, bases, _numbers(running), prompts, group, prompt, new, rank, recompute, micro_batch, steps,
                  updates, limit_gb, device)  # fmt: skip
-    shown = ("shape", "base", "running", "step_s", "x_bf16", "rollout_s", "reward_s", "old_logprobs_s", "forward_s",
-             "backward_s", "optimizer_s", "switch_ms", "other_s", "rollout_tokens_per_s", "train_tokens_per_s",
-             "recomputed", "peak_gb", "plan_gb", "plan_off", "device_gb", "plan_device_gb", "cache_gb", "last_s",
-             "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
+    shown = ("shape", "base", "running", "step_s", "x_bf16", "x_bitsandbytes", "decode", "rollout_s", "reward_s",
+             "old_logprobs_s", "forward_s", "backward_s", "optimizer_s", "switch_ms", "other_s",
+             "rollout_tokens_per_s", "train_tokens_per_s", "recomputed", "peak_gb", "plan_gb", "plan_off", "device_gb",
+             "plan_device_gb", "cache_gb", "last_s", "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
     title = f"A step: {prompts} x {group} completions of {new} tokens, prompts of {prompt}"
     _measured(whole(work, say), shown, title, csv, turned=True)
 
