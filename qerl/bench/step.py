@@ -209,7 +209,7 @@ def _row(job: Steps, name: str, base: str, model: Decoder, running: int, taken: 
     sampled = job.prompts * job.group * job.new
     trained = statistics.median(computed[1:])
     shape = shape_named(name)
-    load = workload(config.model_copy(update={"recompute": int(updater.recompute)}), shape, 10**15)
+    load = workload(config.model_copy(update={"recompute": updater.recompute}), shape, 10**15)
     # Whole groups of equal lengths fill a micro-batch less than those of a run may: plan for what there was.
     load = replace(load, micro_batch=updater.largest[0], keys=updater.largest[1])
     parts = footprint(shape, load)
@@ -221,7 +221,7 @@ def _row(job: Steps, name: str, base: str, model: Decoder, running: int, taken: 
     return {
         "op": "step", "shape": name, "base": base, "rank": job.rank, "running": running, "prompts": job.prompts,
         "group": job.group, "prompt": job.prompt, "new": job.new, "micro_batch": config.micro_batch_tokens,
-        "trained_tokens": int(trained), "recomputed": int(updater.recompute), "step_s": round(middle["whole"], 3),
+        "trained_tokens": int(trained), "recomputed": updater.recompute, "step_s": round(middle["whole"], 3),
         "x_bf16": None, "x_bitsandbytes": None, "decode": decoded(engine),
         **{f"{part}_s": round(middle[part], 4) for part in (*PARTS, "other")},
         "switch_ms": round(1e3 * (middle["sleep"] + middle["wake"]), 2),

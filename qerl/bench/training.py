@@ -21,7 +21,8 @@ from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.packing import Packed, next_tokens, pack
 from qerl.model.shapes import Shape, shape_named
-from qerl.rl.footprint import CONTEXT, Workload, footprint
+from qerl.rl.footprint import Workload, footprint
+from qerl.rl.plan import within_reach
 
 WARM = 1  # passes before those that count: kernels are compiled
 Say = Callable[[str], None]
@@ -71,10 +72,7 @@ def work(base: str, rank: int, tokens: int, recompute: int, item: int) -> Worklo
 def recomputed(asked: str, base: str, shape: Shape, load: Workload, device: torch.device) -> int:
     """How many blocks; on a CPU `auto` is none."""
     if asked == "auto":
-        if device.type != "cuda":
-            return 0
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT
-        return fewest_recomputed(base, shape, load, free)
+        return fewest_recomputed(base, shape, load, within_reach(device)) if device.type == "cuda" else 0
     named = {"all": shape.layers, "none": 0}
     if asked not in named and not asked.isdigit():
         raise ValueError(f"--recompute {asked!r}: write auto, all, none or a number of blocks.")

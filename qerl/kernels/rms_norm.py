@@ -74,12 +74,13 @@ class _AddRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         (dtotal, dy), (total, weight_D, noise_D) = grads, ctx.saved_tensors
         trains = ctx.needs_input_grad[2]
-        if dy is None:
-            return dtotal, dtotal, None, None, None
+        added = ctx.needs_input_grad[1]
+        if dy is None:  # the norm itself was not used
+            return dtotal, dtotal if added else None, None, None, None
         if total.is_cuda:
             from qerl.kernels.gpu import rms_norm as gpu
 
             dx, dgain_D = gpu.rms_norm_backward(total, weight_D, ctx.eps, noise_D, dtotal, dy, trains)
         else:
             dx, dgain_D = rms_norm_backward_reference(total, weight_D, ctx.eps, noise_D, dtotal, dy, trains)
-        return dx, dx if ctx.needs_input_grad[1] else None, dgain_D, None, None
+        return dx, dx if added else None, dgain_D, None, None

@@ -10,6 +10,7 @@ are estimates of what libraries add, and are there to be corrected by measuremen
 The first blocks are those that are recomputed: when the backward pass comes to them, what the others kept is free.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from qerl.engine.cache import GPU_SHARE, head_bytes
@@ -133,10 +134,9 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
 
 def fewest_recomputed(shape: Shape, work: Workload, gpu: int) -> int:
     """How many blocks must be recomputed, so that updates fit a GPU of so many bytes; all, where not even that does."""
-    for count in range(shape.layers):
-        if footprint(shape, replace(work, recompute=count)).updating(gpu) <= (1 - MARGIN) * gpu:
-            return count
-    return shape.layers
+    none, one = (footprint(shape, replace(work, recompute=count)) for count in (0, 1))
+    over = none.updating(gpu) - (1 - MARGIN) * gpu
+    return min(shape.layers, max(0, math.ceil(over / (none.kept - one.kept))))  # each block keeps so much less
 
 
 def trained_weights(shape: Shape, work: Workload) -> tuple[int, int]:

@@ -147,7 +147,7 @@ def preflight(config: Config, updater: Updater, say: Callable[[str], None]) -> d
     torch.cuda.reset_peak_memory_stats(model.device)
     started = time.monotonic()
     try:
-        _try_harder(config, updater, tokens)
+        _try_harder(config, updater, tokens, say)
     except torch.OutOfMemoryError as error:
         updater.optimizer.zero_grad(set_to_none=True)
         raise ValueError(_what_fits(config, updater, tokens, longest)) from error
@@ -163,17 +163,19 @@ def optimizer_bytes(config: Config, updater: Updater) -> int:
     return weights * OPTIMIZER_BYTES[config.optim]
 
 
-def _try_harder(config: Config, updater: Updater, tokens: int) -> None:
+def _try_harder(config: Config, updater: Updater, tokens: int, say: Callable[[str], None]) -> None:
     """Where too few blocks were to be recomputed, all are from now on."""
+    layers = updater.model.arch.layers
     try:
         _try(config, updater, tokens)
         return
     except torch.OutOfMemoryError:
-        if config.recompute != "auto" or updater.recompute is True:
+        if config.recompute != "auto" or updater.recompute >= layers:
             raise
+    say(f"Recomputing {updater.recompute} of {layers} blocks, as planned, takes too much memory: recomputing all.")
     updater.optimizer.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
-    updater.recompute = True
+    updater.recompute = layers
     _try(config, updater, tokens)
 
 

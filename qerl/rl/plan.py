@@ -113,8 +113,12 @@ def recomputed_blocks(config: Config, shape: Shape, device: torch.device) -> int
     """The same for the device that a model has just been loaded on; none on a CPU."""
     if device.type != "cuda":
         return 0
-    ours = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT
-    return workload(config, shape, ours).recompute
+    return workload(config, shape, within_reach(device)).recompute
+
+
+def within_reach(device: torch.device) -> int:
+    """Bytes of a GPU that this process has or can have, CUDA's context included."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) + CONTEXT
 
 
 def advice(config: Config, shape: Shape, gpu: int) -> str:

@@ -96,12 +96,12 @@ class Updater:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks = ALONE,
-        recompute: bool | int = False,
+        recompute: int = 0,
     ) -> None:
         self.config, self.model, self.optimizer, self.ranks = config, model, optimizer, ranks
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.settings = loss_settings(config)
-        self.recompute = recompute  # as the decoder's forward takes it
+        self.recompute = recompute  # blocks
         # A run that starts from an adapter has that as its reference.
         keeps = config.beta > 0 and config.init_adapter is not None
         self.initial = [p.detach().clone() for p in self.parameters] if keeps else None
@@ -201,7 +201,7 @@ class Updater:
             tally.add("kl", out.kl_N)
         return out.loss
 
-    def logprobs(self, micro: MicroBatch, recompute: bool | int = False) -> tuple[Tensor, Tensor]:
+    def logprobs(self, micro: MicroBatch, recompute: int = 0) -> tuple[Tensor, Tensor]:
         """log p and entropy of the completion tokens under the policy of the loss."""
         hidden_TD = self.model(micro.packed, noise=self.config.noise.in_loss, recompute=recompute)
         return self.model.logprobs(expand(hidden_TD, micro.places), micro.targets_N, self.config.temperature)

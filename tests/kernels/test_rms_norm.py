@@ -77,3 +77,5 @@ def test_gradients_are_those_of_autograd(adds: bool) -> None:
     (alone,) = torch.autograd.grad(rms_norm(x, weight.detach(), 1e-6).pow(3).sum(), x)
     (exact,) = torch.autograd.grad(rms_norm_reference(x, weight, 1e-6).pow(3).sum(), x)
     assert torch.allclose(alone, exact, atol=1e-5)
+    (unused,) = torch.autograd.grad(add_rms_norm(x, delta if adds else None, weight, 1e-6)[0].sum(), x)
+    assert torch.equal(unused, torch.ones_like(x))
