@@ -1,10 +1,11 @@
 """y = x W^T + bias + LoRA on a GPU, without gradients: which kernel.
 
-On Hopper up to 8 rows `fp4_skinny`, up to some two thousand `fp4_wgmma` (CUDA C++, where there is a compiler); on other
+On Hopper up to 8 rows `fp4_skinny`, up to some 1500 `fp4_wgmma` (CUDA C++, where there is a compiler); on other
 GPUs, and for odd weights, up to some hundreds `fp4_tiled` (Triton). Beyond, the weight is written out in bf16 at memory
 speed and cuBLAS multiplies.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,7 +36,8 @@ def fp4_linear(
 ) -> Tensor:
     """x bf16 [M, K] -> bf16 [M, N]; paired: silu(first half) * second half, [M, N / 2]."""
     rows = len(x)
-    x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # as the copy engine wants it
+    x = x if aligned else x.clone(memory_format=torch.contiguous_format)
     if rows <= SKINNY_TO and (low is None or low.rank <= 128) and skinny_serves(x.device):
         whole = tiles.shape[0] % 128 == 0
         plan = skinny_plan(tiles, rows, low, paired and whole, processors(x))
