@@ -1,0 +1,39 @@
+"""Runs into one compressed file, for tables.py: `python benchmarks/study/collect.py OUT.jsonl.gz RUNS...`.
+
+RUNS are folders of runs, such as a sweep's. A run is a line with its settings (no paths: those are of one machine), its
+pass@8 where evaluate.py has been there, then its metrics, a line a step.
+"""
+
+import argparse
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from qerl.compare.runs import Run, read_runs
+
+PATHS = ("output_dir", "data_dir", "init_adapter")
+
+
+def run_lines(run: Run) -> list[dict[str, Any]]:
+    settings = {key: value for key, value in run.settings.items() if key not in PATHS}
+    settings["model"] = Path(settings["model"]).name
+    scores = run.folder / "pass8" / "results.json"
+    found = next(iter(json.loads(scores.read_text())["tasks"].values())) if scores.exists() else None
+    name = f"{run.folder.parent.name}/{run.folder.name}"
+    return [{"run": name, "settings": settings, "pass8": found}, *({"run": name} | line for line in run.lines)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
+    asked = parser.parse_args()
+    runs = [run for run in read_runs(asked.runs) if not run.damage and not run.unfinished]
+    text = "".join(json.dumps(line) + "\n" for run in runs for line in run_lines(run))
+    asked.out.write_bytes(gzip.compress(text.encode(), mtime=0))
+    print(f"{asked.out}: {len(runs)} finished runs")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

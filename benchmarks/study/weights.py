@@ -1,0 +1,57 @@
+"""A GGUF file, whole or in pieces, as a plain 16-bit checkpoint: `python benchmarks/study/weights.py OUT PIECE...`.
+
+For hosts without a hub that take files of limited size: `split -b 60M model.gguf piece.`, send the pieces, then this.
+Needs the package gguf. transformers reads the weights and marks the model as quantized, which it will not save: they go
+into a fresh model of the same configuration. Tied heads stay tied. What was rounded to 4 bits stays rounded.
+"""
+
+import argparse
+import hashlib
+import tempfile
+from pathlib import Path
+
+
+def join(pieces: list[Path], into: Path) -> str:
+    """Writes the pieces one after another; SHA-256 of the whole."""
+    digest = hashlib.sha256()
+    with open(into, "wb") as file:
+        for piece in pieces:
+            data = piece.read_bytes()
+            digest.update(data)
+            file.write(data)
+    return digest.hexdigest()
+
+
+def convert(folder: Path, name: str, out: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    dropped = ("quantization_config", "_name_or_path", "dtype", "torch_dtype")
+    settings = {key: value for key, value in read.config.to_dict().items() if key not in dropped}
+    plain = type(read)(type(read.config).from_dict(settings))
+    plain.load_state_dict(read.state_dict())
+    plain.generation_config = read.generation_config
+    plain.generation_config.eos_token_id = tokenizer.eos_token_id
+    plain.generation_config.pad_token_id = tokenizer.pad_token_id
+    plain.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the checkpoint")
+    parser.add_argument("pieces", type=Path, nargs="+", help="of the GGUF file, in order")
+    parser.add_argument("--sha256", help="of the whole file; others are refused")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = join(asked.pieces, Path(folder) / "model.gguf")
+        if asked.sha256 not in (None, found):
+            parser.error(f"The pieces make a file with SHA-256 {found}, not {asked.sha256}. Is one missing?")
+        convert(Path(folder), "model.gguf", asked.out)
+    print(f"{asked.out}: from a file with SHA-256 {found}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

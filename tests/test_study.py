@@ -1,0 +1,101 @@
+"""The study's page says what its results say, and its recipes and scripts are sound."""
+
+import gzip
+import hashlib
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from qerl.cli.words import split_words
+from qerl.compare.runs import Run
+from qerl.recipe import load_config
+from qerl.sweep.grid import make_grid
+from qerl.tasks.task import task_named
+
+ROOT = Path(__file__).parent.parent
+STUDY = ROOT / "benchmarks" / "study"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch):
+    """Imports a script of the study by its name."""
+    monkeypatch.syspath_prepend(str(STUDY))
+
+    return importlib.import_module
+
+
+def test_the_page_has_the_tables_that_the_results_give(script) -> None:
+    tables = script("tables")
+    page = tables.PAGE.read_text()
+    assert tables.filled(page, tables.tables()) == page  # else: python benchmarks/study/tables.py
+    with pytest.raises(ValueError, match="differ in"):
+        tables.filled(page, {"another": ""})
+
+
+def test_results_are_small_and_name_no_folder(script) -> None:
+    assert sum(file.stat().st_size for file in (STUDY / "results").iterdir()) < 2_000_000
+    settings = [run.settings for run in script("measures").read_runs(STUDY / "results" / "tiny.jsonl.gz")]
+    assert settings
+    assert not any(str(value).startswith("/") for one in settings for value in one.values())
+
+
+def test_intervals_are_students_and_pairs_go_by_seed(script) -> None:
+    measures = script("measures")
+    middle, half = measures.interval([1.0, 2.0, 3.0])
+    assert (middle, half) == (2.0, pytest.approx(2.4841, abs=1e-3))  # 4.303 / sqrt 3
+    assert measures.interval([1.0]) is None
+
+    def run(seed: int, reward: float):
+        return measures.Run("", {"seed": seed}, None, [{"reward": reward}, {"reward": None}], [])
+
+    found = measures.paired([run(1, 0.5), run(0, 0.25)], [run(0, 0.0), run(1, 0.25), run(2, 9.0)], _reward)
+    assert found == [0.25, 0.25]
+
+
+def _reward(run) -> float:
+    return run.over_all("reward")
+
+
+@pytest.mark.parametrize("name", ["tiny", "gsm8k", "sums"])
+def test_the_recipes_are_short_and_the_readmes_sweeps_are_grids_of_them(name: str) -> None:
+    path = STUDY / f"{name}.yaml"
+    assert len(path.read_text().splitlines()) < 30
+    load_config(path)
+    text = (STUDY / "README.md").read_text().replace("\\\n", " ")
+    commands = re.findall(rf"^qerl sweep benchmarks/study/{name}\.yaml (.*)$", text, re.MULTILINE)
+    assert commands
+    for command in commands:
+        assert make_grid(path, split_words(shlex.split(command))[1]).points
+
+
+def test_the_sums_are_a_task_with_held_out_questions(script, tmp_path: Path) -> None:
+    script("sums").write_sums(tmp_path)
+    task = task_named(load_config(STUDY / "sums.yaml", [f"data_dir={tmp_path}"]))
+    asked = {row["question"] for row in task.train}
+    assert (len(asked), len(task.test)) == (9000, 1000)
+    assert not any(row["question"] in asked for row in task.test)
+    numbers = [int(n) for n in re.findall(r"\d+", task.test[0]["question"])]
+    assert int(task.test[0]["answer"]) == sum(numbers)
+
+
+def test_pieces_are_joined_in_order(script, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(name.encode() * 3)
+    digest = script("weights").join([tmp_path / "a", tmp_path / "b"], tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == b"aaabbb"
+    assert digest == hashlib.sha256(b"aaabbb").hexdigest()
+
+
+def test_a_collected_run_reads_back_as_it_was_without_its_folders(script, tmp_path: Path) -> None:
+    lines = [{"step": 0, "eval_reward": 0.5}, {"step": 1, "reward": 0.25}]
+    settings = {"seed": 3, "model": "/weights/small", "output_dir": "/runs/one", "data_dir": None, "base": "nf4"}
+    text = "".join(json.dumps(x) + "\n" for x in script("collect").run_lines(Run(tmp_path / "one", settings, lines)))
+    path = tmp_path / "runs.jsonl.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    (run,) = script("measures").read_runs(path)
+    assert run.settings == {"seed": 3, "model": "small", "base": "nf4"}
+    assert (run.seed, run.steps, run.evals) == (3, lines[1:], lines[:1])
