@@ -12,9 +12,10 @@ from qerl.bench.linear import layers
 from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.gpu import fp4_linear as public
 from qerl.kernels.gpu.fp4_skinny import SkinnyPlan, room, skinny_linear, skinny_plan
-from qerl.kernels.gpu.fp4_tiled import Plan, dequantize_tiles, tiled_linear
+from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, tiled_linear
 from qerl.kernels.gpu.fp4_wgmma import WgmmaPlan, wgmma_linear, wgmma_plan
 from qerl.kernels.gpu.low_rank import add_low_rank
+from qerl.kernels.gpu.tiled import Plan
 from qerl.kernels.low_rank import LowRank, low_rank_buffers, low_rank_reference
 from qerl.model.shapes import SHAPES as SHAPE_NAMES
 from qerl.model.shapes import shape_named

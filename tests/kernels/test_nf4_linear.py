@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qerl.kernels.gpu.nf4_linear import Nf4Plan, dequantize_nf4, nf4_linear, tiled_nf4_linear
+from qerl.kernels.gpu.nf4_linear import dequantize_nf4, nf4_linear, tiled_nf4_linear
+from qerl.kernels.gpu.tiled import Plan
 from qerl.kernels.low_rank import low_rank_buffers, low_rank_reference
 from qerl.kernels.nf4_tiles import Nf4Tiles, tile_nf4, untile_nf4
 from qerl.quant import nf4
@@ -21,7 +22,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 ODD = [((60,), 64), ((128, 64, 64), 192), ((200,), 320), ((128, 128), 256)]
 REAL = [((896, 128, 128), 896), ((4864, 4864), 896), ((896,), 4864), ((3584, 512, 512), 3584), ((3584,), 18944)]
 SHAPES = [*ODD, *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in REAL)]
-PLANS = [Nf4Plan(*cut) for cut in ((1, 1, 16, 4, 2, 3), (1, 1, 32, 4, 3, 0), (2, 2, 16, 4, 4, 3), (2, 1, 64, 8, 3, 2))]
+PLANS = [Plan(*cut) for cut in ((1, 1, 16, 4, 2, 3), (1, 1, 32, 4, 3, 0), (2, 2, 16, 4, 4, 3), (2, 1, 64, 8, 3, 2))]
 
 
 def case(sizes: tuple[int, ...], inputs: int, nested: bool = False) -> tuple[Nf4Tiles, Tensor]:
@@ -85,7 +86,7 @@ def test_dequantized_as_bitsandbytes_does(sizes: tuple[int, ...], inputs: int) -
 
 @pytest.mark.parametrize(("sizes", "inputs"), SHAPES)
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_kernel(sizes: tuple[int, ...], inputs: int, plan: Nf4Plan) -> None:
+def test_the_kernel(sizes: tuple[int, ...], inputs: int, plan: Plan) -> None:
     if -(-sum(sizes) // 64) % plan.nr or inputs // 64 % plan.kr:
         plan = replace(plan, nr=1, kr=1)
     tiles, exact = case(sizes, inputs, nested=len(sizes) == 2)

@@ -1,15 +1,9 @@
 """Triton kernels over `fp4_tiles`: the product with few rows, and the weight written out in bf16.
 
-The product is formed the other way round, y^T = W x^T: the weight is the tensor cores' left operand, which may lie in
-registers, so codes never return to shared memory. Work is cut into units of (output tile, piece of K), and each program
-takes an equal run of them, whatever tiles it crosses. Where a tile's pieces fall to several programs, each writes its
-float32 part and the last to arrive adds them up in their order: nothing is added atomically, and the result is the same
-every time. Low-rank columns (LoRA) come in as a last piece of K.
+Cut and summed as `tiled` says. Low-rank columns (LoRA) come in as a last piece of K.
 
 `ASM` picks the conversion in PTX; the interpreter, which has none and no bf16 products, takes plain Triton in float32.
 """
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qerl.kernels.fp4_tiles import Tiles
-from qerl.kernels.gpu.launch import early, processors, product, wait, zeros
+from qerl.kernels.gpu import tiled
+from qerl.kernels.gpu.launch import early, product, wait, zeros
 from qerl.kernels.gpu.low_rank import inner
+from qerl.kernels.gpu.tiled import Plan, four, matrix, offsets, summed, units
 from qerl.kernels.low_rank import LowRank
 
 # Two words and their scales' four bytes -> eight bf16 pairs. A pair is a shift and a mask away from |code| 2^-126; byte
@@ -61,12 +57,6 @@ def _scale(scales, byte: tl.constexpr):
 
 
 @triton.jit
-def _four(a, b, c, d):
-    """The pairs j = 0..3, joined along new last axes: row half, input half."""
-    return tl.join(tl.join(a, b), tl.join(c, d))
-
-
-@triton.jit
 def _decode(words, scales, NR: tl.constexpr, KR: tl.constexpr, ASM: tl.constexpr):
     """words [KR NR, 4, 128], scales [KR NR, 4, 16] int32 -> W 2^-7 bf16 [64 NR, 64 KR] (float32 without PTX)."""
     lanes: tl.constexpr = KR * NR * 32
@@ -81,26 +71,18 @@ def _decode(words, scales, NR: tl.constexpr, KR: tl.constexpr, ASM: tl.constexpr
             is_pure=True,
             pack=1,
         )
-        bits = tl.join(_four(a0, a1, a2, a3), _four(b0, b1, b2, b3))  # [..., row half, input half, k16 % 2]
+        bits = tl.join(four(a0, a1, a2, a3), four(b0, b1, b2, b3))  # [..., row half, input half, k16 % 2]
         even = (bits & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
         odd = ((bits >> 16) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         a0, a1, a2, a3 = _pairs(first)
         b0, b1, b2, b3 = _pairs(second)
-        bits = tl.join(_four(a0, a1, a2, a3), _four(b0, b1, b2, b3))
+        bits = tl.join(four(a0, a1, a2, a3), four(b0, b1, b2, b3))
         s0, s1, s2, s3 = _scale(scale, 0), _scale(scale, 1), _scale(scale, 2), _scale(scale, 3)
-        factor = tl.join(_four(s0, s1, s0, s1), _four(s2, s3, s2, s3))
+        factor = tl.join(four(s0, s1, s0, s1), four(s2, s3, s2, s3))
         even = (bits << 16).to(tl.float32, bitcast=True) * factor
         odd = (bits & -65536).to(tl.float32, bitcast=True) * factor
-    return _matrix(even, odd, NR, KR)
-
-
-@triton.jit
-def _matrix(even, odd, NR: tl.constexpr, KR: tl.constexpr):
-    """What a tile's lanes hold of the even and the odd inputs -> [64 NR, 64 KR]. On a GPU nothing moves."""
-    both = tl.reshape(tl.join(even, odd), (KR, NR, 4, 8, 4, 2, 2, 2, 2, 2))
-    # kr, nr, strip, g, t, k16 / 2, row half, input half, k16 % 2, k0 -> nr, strip, row half, g | kr, k16, half, t, k0
-    return tl.reshape(tl.permute(both, (1, 2, 6, 3, 0, 5, 8, 7, 4, 9)), (NR * 64, KR * 64))
+    return matrix(even, odd, NR, KR)
 
 
 @triton.jit
@@ -109,15 +91,6 @@ def _over(scale, divisor, KR: tl.constexpr):
     return tl.broadcast_to(
         tl.div_rn(scale * 1.504632769052528e-36, tl.broadcast_to(divisor, (KR * 32, 1, 2))), (KR * 32, 4, 2)
     )
-
-
-@triton.jit
-def _offsets(K_TILES, NR: tl.constexpr, KR: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a tile's words (WIDTH 128) or scales (16) from those of its first: [KR NR, 4 strips, WIDTH]."""
-    pair = tl.arange(0, KR * NR)
-    strip = (pair % NR)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    at = strip * K_TILES + (pair // NR)[:, None]
-    return (at * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
 
 
 @triton.jit(do_not_specialize=["M", "K_TILES", "per", "total"])
@@ -138,7 +111,7 @@ def linear_kernel(
     program = tl.program_id(0)
     m_tiles = tl.cdiv(M, BM)
     pieces = K_TILES // KR
-    word_at, scale_at = _offsets(K_TILES, NR, KR, 128), _offsets(K_TILES, NR, KR, 16)
+    word_at, scale_at = offsets(K_TILES, NR, KR, 128), offsets(K_TILES, NR, KR, 16)
     in_m, in_n, in_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     unit = program * per
     end = tl.minimum(unit + per, total)
@@ -161,21 +134,7 @@ def linear_kernel(
                 values = tl.load(x_at + piece * BK, mask=(piece * BK + in_k < K)[:, None], other=0.0)
             acc = product(weight, values, acc, ASM)
         rows_n = n0 + in_n
-        whole = last - first == pieces
-        ready = whole
-        if not whole:
-            owner, closer = tile * pieces // per, (tile * pieces + pieces - 1) // per
-            at = in_n[:, None] + in_m[None, :] * BN
-            slot = 2 * program + tl.where(program * per // pieces == tile, 0, 1)
-            tl.store(parts + slot.to(tl.int64) * (BN * BM) + at, acc)
-            tl.debug_barrier()
-            ready = tl.atomic_add(counts + tile, 1, sem="acq_rel") == closer - owner
-            if ready:
-                acc = tl.zeros((BN, BM), dtype=tl.float32)
-                for other in tl.range(owner, closer + 1, num_stages=1):
-                    slot = 2 * other + tl.where(other * per // pieces == tile, 0, 1)
-                    acc += tl.load(parts + slot.to(tl.int64) * (BN * BM) + at, cache_modifier=".cg")
-                tl.store(counts + tile, 0)
+        acc, ready = summed(acc, tile, last - first == pieces, pieces, per, parts, counts, BN, BM)
         if ready:
             acc = acc * (128.0 / tl.load(divisor + rows_n))[:, None]
             if BIAS:
@@ -200,22 +159,22 @@ def dequantize_kernel(words, scales, divisor, out, N, K, K_TILES, KR: tl.constex
     pieces = K_TILES // KR
     n0, piece = program // pieces * 64, program % pieces
     base = (n0 // 16).to(tl.int64) * K_TILES + piece * KR
-    words_ = tl.load(words + base * 128 + _offsets(K_TILES, 1, KR, 128))
-    scales_ = tl.load(scales + base * 16 + _offsets(K_TILES, 1, KR, 16))
+    words_ = tl.load(words + base * 128 + offsets(K_TILES, 1, KR, 128))
+    scales_ = tl.load(scales + base * 16 + offsets(K_TILES, 1, KR, 16))
     lane = tl.arange(0, KR * 32) % 32
     row = n0 + lane // 8 * 16 + lane % 8
     upper, lower = tl.load(divisor + row)[:, None, None], tl.load(divisor + row + 8)[:, None, None]
     scale = tl.reshape(scales_, (KR * 32, 1, 2))
     s0, s1 = _over(_scale(scale, 0), upper, KR), _over(_scale(scale, 1), lower, KR)
     s2, s3 = _over(_scale(scale, 2), upper, KR), _over(_scale(scale, 3), lower, KR)
-    factor = tl.join(_four(s0, s1, s0, s1), _four(s2, s3, s2, s3))
+    factor = tl.join(four(s0, s1, s0, s1), four(s2, s3, s2, s3))
     first, second = tl.split(tl.reshape(words_, (KR * 32, 4, 2, 2)))
     a0, a1, a2, a3 = _pairs(first)
     b0, b1, b2, b3 = _pairs(second)
-    bits = tl.join(_four(a0, a1, a2, a3), _four(b0, b1, b2, b3))
+    bits = tl.join(four(a0, a1, a2, a3), four(b0, b1, b2, b3))
     even = ((bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37) * factor
     odd = ((bits & -65536).to(tl.float32, bitcast=True) * 8.507059173023462e37) * factor
-    weight = _matrix(even, odd, 1, KR)
+    weight = matrix(even, odd, 1, KR)
     rows_n = n0 + tl.arange(0, 64)
     in_k = piece * 64 * KR + tl.arange(0, 64 * KR)
     at = out + rows_n[:, None].to(tl.int64) * K + in_k[None, :]
@@ -225,33 +184,13 @@ def dequantize_kernel(words, scales, divisor, out, N, K, K_TILES, KR: tl.constex
 # nr, kr, warps, stages, programs by bm, as they came out best on an H200 for Qwen2.5: gate and up, and the rest.
 WIDE = {16: (2, 2, 4, 4, 3), 32: (2, 2, 4, 4, 2), 64: (2, 1, 4, 4, 2), 128: (2, 1, 4, 4, 2)}
 NARROW = {16: (1, 2, 4, 4, 3), 32: (1, 2, 4, 4, 3), 64: (1, 2, 4, 4, 2), 128: (1, 2, 4, 3, 1)}
-MANY_STRIPS = 1024
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A cut of `fp4_triton.linear_kernel`: tiles of 64 nr x bm outputs and 64 kr inputs."""
-
-    nr: int
-    kr: int
-    bm: int
-    warps: int
-    stages: int
-    programs: int  # for each multiprocessor; 0: one for each tile
 
 
 def tiled_linear(x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | None, plan: Plan) -> Tensor:
     """The Triton kernel, cut as `plan` says; LoRA's inner product is a launch of its own."""
-    rows, (outputs, inputs) = len(x), tiles.shape
-    strips, k_tiles = tiles.words.shape[:2]
-    pieces = k_tiles // plan.kr
-    count = strips // (4 * plan.nr) * -(-rows // plan.bm)
-    total = count * pieces
-    per = -(-total // (plan.programs * processors(x))) if plan.programs else pieces
-    grid = -(-total // per)
-    shared = per % pieces != 0
+    rows, (outputs, inputs), k_tiles = len(x), tiles.shape, tiles.words.shape[1]
+    grid, per, total, parts = units(x, tiles.words, plan)
     y = x.new_empty(rows, outputs)
-    parts = x.new_empty(2 * grid * 64 * plan.nr * plan.bm if shared else 1, dtype=torch.float32)
     low_values = inner(x, low) if low is not None else x
     linear_kernel[(grid,)](
         x, tiles.words, tiles.scales, tiles.divisor_N, bias if bias is not None else x, low_values,
@@ -278,9 +217,4 @@ def dequantize_tiles(tiles: Tiles, out: Tensor | None = None) -> Tensor:
 
 def plan_for(rows: int, tiles: Tiles, sizes: tuple[int, ...] = ()) -> Plan:
     """What is sound for a shape; sizes: N of the parts, where LoRA has its own values for each."""
-    strips, k_tiles = tiles.words.shape[:2]
-    bm = next(bm for bm in (16, 32, 64, 128) if rows <= bm or bm == 128)
-    nr, kr, warps, stages, programs = (WIDE if strips >= MANY_STRIPS else NARROW)[bm]
-    nr = nr if strips % (4 * nr) == 0 and all(size % (64 * nr) == 0 for size in sizes[:-1]) else 1
-    kr = kr if k_tiles % kr == 0 else 1
-    return Plan(nr, kr, bm, warps, stages, programs)
+    return tiled.plan_for(rows, tiles.words, WIDE, NARROW, sizes)

@@ -2,14 +2,10 @@
 
 A code is looked up in its warp: lane i holds entry i mod 16 of the format's table, and a shuffle of 32 lanes gives each
 the entry that its code names. Entry times absmax is float32, rounded once to bf16, bit for bit as the reference
-dequantizes. The product is formed the other way round, y^T = W x^T, and cut as in `fp4_tiled`: each program takes an
-equal run of (output tile, piece of K); where a tile's pieces fall to several programs, the last to arrive adds up the
-float32 parts in their order.
+dequantizes. Cut and summed as `tiled` says.
 
 `ASM` picks the look-up in PTX; the interpreter reads the table from memory and multiplies in float32.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qerl.kernels.gpu.launch import early, processors, product, wait, zeros
+from qerl.kernels.gpu import tiled
+from qerl.kernels.gpu.launch import early, product, wait, zeros
 from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.gpu.swiglu import swiglu
+from qerl.kernels.gpu.tiled import Plan, four, matrix, offsets, summed, units
 from qerl.kernels.low_rank import LowRank
 from qerl.kernels.nf4_tiles import Nf4Tiles
 
@@ -70,15 +68,9 @@ def _looked_up(word, table, shift: tl.constexpr):
 
 
 @triton.jit
-def _four(a, b, c, d):
-    """The pairs j = 0..3, joined along new last axes: row half, input half."""
-    return tl.join(tl.join(a, b), tl.join(c, d))
-
-
-@triton.jit
 def _half(word, upper, lower, table, shift: tl.constexpr):
     """The even (shift 0) or odd (16) inputs of a word, float32 [..., row half, input half]."""
-    return _four(
+    return four(
         _looked_up(word, table, shift) * upper,
         _looked_up(word, table, shift + 4) * lower,
         _looked_up(word, table, shift + 8) * upper,
@@ -102,24 +94,13 @@ def _decode(words, absmax, table, NR: tl.constexpr, KR: tl.constexpr, ASM: tl.co
             is_pure=True,
             pack=1,
         )
-        bits = tl.join(_four(a0, a1, a2, a3), _four(b0, b1, b2, b3))  # [..., row half, input half, k16 % 2]
+        bits = tl.join(four(a0, a1, a2, a3), four(b0, b1, b2, b3))  # [..., row half, input half, k16 % 2]
         even = (bits & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
         odd = ((bits >> 16) & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         even = tl.join(_half(first, upper, lower, table, 0), _half(second, upper, lower, table, 0))
         odd = tl.join(_half(first, upper, lower, table, 16), _half(second, upper, lower, table, 16))
-    both = tl.reshape(tl.join(even, odd), (KR, NR, 4, 8, 4, 2, 2, 2, 2, 2))
-    # kr, nr, strip, g, t, k16 / 2, row half, input half, k16 % 2, k0 -> nr, strip, row half, g | kr, k16, half, t, k0
-    return tl.reshape(tl.permute(both, (1, 2, 6, 3, 0, 5, 8, 7, 4, 9)), (NR * 64, KR * 64))
-
-
-@triton.jit
-def _offsets(K_TILES, NR: tl.constexpr, KR: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a tile's words (WIDTH 128) or absmax (16) from those of its first: [KR NR, 4 strips, WIDTH]."""
-    pair = tl.arange(0, KR * NR)
-    strip = (pair % NR)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    at = strip * K_TILES + (pair // NR)[:, None]
-    return (at * WIDTH)[:, :, None] + tl.arange(0, WIDTH)[None, None, :]
+    return matrix(even, odd, NR, KR)
 
 
 @triton.jit(do_not_specialize=["M", "K_TILES", "per", "total"])
@@ -136,7 +117,7 @@ def linear_kernel(
     program = tl.program_id(0)
     m_tiles = tl.cdiv(M, BM)
     pieces = K_TILES // KR
-    word_at, absmax_at = _offsets(K_TILES, NR, KR, 128), _offsets(K_TILES, NR, KR, 16)
+    word_at, absmax_at = offsets(K_TILES, NR, KR, 128), offsets(K_TILES, NR, KR, 16)
     in_m, in_n, in_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     unit = program * per
     end = tl.minimum(unit + per, total)
@@ -155,20 +136,7 @@ def linear_kernel(
             weight = _decode(held, largest, table, NR, KR, ASM)
             acc = product(weight, tl.load(x_at + piece * BK), acc, ASM)
         rows_n = n0 + in_n
-        ready = last - first == pieces
-        if not ready:
-            owner, closer = tile * pieces // per, (tile * pieces + pieces - 1) // per
-            at = in_n[:, None] + in_m[None, :] * BN
-            slot = 2 * program + tl.where(program * per // pieces == tile, 0, 1)
-            tl.store(parts + slot.to(tl.int64) * (BN * BM) + at, acc)
-            tl.debug_barrier()
-            ready = tl.atomic_add(counts + tile, 1, sem="acq_rel") == closer - owner
-            if ready:
-                acc = tl.zeros((BN, BM), dtype=tl.float32)
-                for other in tl.range(owner, closer + 1, num_stages=1):
-                    slot = 2 * other + tl.where(other * per // pieces == tile, 0, 1)
-                    acc += tl.load(parts + slot.to(tl.int64) * (BN * BM) + at, cache_modifier=".cg")
-                tl.store(counts + tile, 0)
+        acc, ready = summed(acc, tile, last - first == pieces, pieces, per, parts, counts, BN, BM)
         if ready:
             if BIAS:
                 acc += tl.load(bias + rows_n, mask=rows_n < N, other=0.0).to(tl.float32)[:, None]
@@ -186,50 +154,29 @@ def dequantize_kernel(
     pieces = K_TILES // KR
     n0, piece = tl.program_id(0) // pieces * 64, tl.program_id(0) % pieces
     base = (n0 // 16).to(tl.int64) * K_TILES + piece * KR
-    held = tl.load(words + base * 128 + _offsets(K_TILES, 1, KR, 128))
-    weight = _decode(held, tl.load(absmax + base * 16 + _offsets(K_TILES, 1, KR, 16)), table, 1, KR, ASM)
+    held = tl.load(words + base * 128 + offsets(K_TILES, 1, KR, 128))
+    weight = _decode(held, tl.load(absmax + base * 16 + offsets(K_TILES, 1, KR, 16)), table, 1, KR, ASM)
     rows_n, in_k = n0 + tl.arange(0, 64), piece * 64 * KR + tl.arange(0, 64 * KR)
     at = out + rows_n[:, None].to(tl.int64) * K + in_k[None, :]
     tl.store(at, weight.to(out.dtype.element_ty), mask=(rows_n < N)[:, None])
-
-
-@dataclass(frozen=True)
-class Nf4Plan:
-    """A cut of `linear_kernel`: tiles of 64 nr x bm outputs and 64 kr inputs."""
-
-    nr: int
-    kr: int
-    bm: int
-    warps: int
-    stages: int
-    programs: int  # for each multiprocessor; 0: one for each tile
 
 
 # nr, kr, warps, stages, programs by bm: of wide layers (gate and up), and of others.
 # A thread has 64 weights at a time: with more, Triton moves them through shared memory.
 WIDE = {16: (2, 1, 4, 4, 4), 32: (2, 1, 4, 4, 3), 64: (2, 1, 4, 4, 2), 128: (2, 1, 4, 4, 2)}
 NARROW = {16: (1, 2, 4, 4, 4), 32: (1, 2, 4, 4, 3), 64: (1, 2, 4, 4, 2), 128: (1, 2, 4, 3, 1)}
-MANY_STRIPS = 1024
 
 
-def plan_for(rows: int, tiles: Nf4Tiles) -> Nf4Plan:
+def plan_for(rows: int, tiles: Nf4Tiles) -> Plan:
     """What is sound for a shape."""
-    strips, k_tiles = tiles.words.shape[:2]
-    bm = next(bm for bm in (16, 32, 64, 128) if rows <= bm or bm == 128)
-    nr, kr, warps, stages, programs = (WIDE if strips >= MANY_STRIPS else NARROW)[bm]
-    return Nf4Plan(nr if strips % (4 * nr) == 0 else 1, kr if k_tiles % kr == 0 else 1, bm, warps, stages, programs)
+    return tiled.plan_for(rows, tiles.words, WIDE, NARROW)
 
 
-def tiled_nf4_linear(x: Tensor, tiles: Nf4Tiles, bias: Tensor | None, plan: Nf4Plan) -> Tensor:
+def tiled_nf4_linear(x: Tensor, tiles: Nf4Tiles, bias: Tensor | None, plan: Plan) -> Tensor:
     """The kernel, cut as `plan` says."""
-    rows, outputs = len(x), tiles.shape[0]
-    strips, k_tiles = tiles.words.shape[:2]
-    pieces = k_tiles // plan.kr
-    total = strips // (4 * plan.nr) * -(-rows // plan.bm) * pieces
-    per = -(-total // (plan.programs * processors(x))) if plan.programs else pieces
-    grid, shared = -(-total // per), per % pieces != 0
+    rows, outputs, k_tiles = len(x), tiles.shape[0], tiles.words.shape[1]
+    grid, per, total, parts = units(x, tiles.words, plan)
     y = x.new_empty(rows, outputs)
-    parts = x.new_empty(2 * grid * 64 * plan.nr * plan.bm if shared else 1, dtype=torch.float32)
     linear_kernel[(grid,)](
         x, tiles.words, tiles.absmax, tiles.table, bias if bias is not None else x, y, parts, zeros(x.device),
         rows, outputs, k_tiles, per, total, x.stride(0), NR=plan.nr, KR=plan.kr, BM=plan.bm, BIAS=bias is not None,
