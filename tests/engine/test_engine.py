@@ -403,6 +403,17 @@ def test_overlap_changes_no_completion(make_checkpoint: Callable[..., Path], kee
         assert engine.pool.available == 60
 
 
+def test_with_overlap_rows_of_the_ended_do_not_run_out_of_the_table(make_checkpoint: Callable[..., Path]) -> None:
+    """The longest ends at the model's context; the others go on for long in the rows they have."""
+    _, model = model_of(make_checkpoint, "qwen2")
+    requests = [Request(0, tuple(range(122))), *(Request(i, (i, 3)) for i in range(1, 6))]
+    sampling = Sampling(max_tokens=70, seed=4)
+    judge = Engine(model, num_blocks=200, block_size=4, lookahead=4).generate(requests, sampling)
+    assert [len(c.token_ids) for c in judge] == [6, 70, 70, 70, 70, 70]
+    done = Engine(model, num_blocks=200, block_size=4, lookahead=4, overlap=True).generate(requests, sampling)
+    assert [c.token_ids for c in done] == [c.token_ids for c in judge]
+
+
 def test_with_overlap_the_next_look_is_begun_before_the_last_is_read(make_checkpoint: Callable[..., Path]) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
     real, begun = model.logits, []
