@@ -150,7 +150,8 @@ def step_seconds(engine: Engine, batch: int, context: int) -> float:
         else:
             for _ in range(engine.lookahead):
                 engine.batch.step(rows, need, False, drawing)
-        engine.batch.read(engine.lookahead, batch)
+        _, tokens_SL, logprobs_2SL = engine.batch.results(engine.lookahead)
+        tokens_SL.tolist(), logprobs_2SL.tolist()
     return (time.monotonic() - begun) / (LOOKS * engine.lookahead)
 
 

@@ -28,26 +28,28 @@ class DecodeBatch:
         self.numbers = torch.zeros(4, rows, dtype=torch.int64, device=device)
         self.table = torch.full((rows, most_blocks), cache.trash, dtype=torch.int64, device=device)
         self.rows = Rows(rows, most_blocks, cache.trash)
+        self.used = 0  # rows of the last fill
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # which step since the last look
         self.tokens = torch.zeros(lookahead, rows, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(2, lookahead, rows, dtype=torch.float32, device=device)
         self.counters = torch.zeros(rows * model.arch.kv_heads, dtype=torch.int32, device=device)
         self.seen_SV: Tensor | None = None
 
-    def fill(self, sequences: Series[Sequence], rows: int, drawing: Drawing) -> list[Sequence]:
-        """Bring the sequences' state to the first `rows` rows of the device; returns them in the order of the rows.
+    def fill(self, sequences: Series[Sequence], rows: int, drawing: Drawing) -> None:
+        """Bring the sequences' state to the first `rows` rows of the device. Rows beyond them write to the trash block.
 
-        Rows beyond them write to the trash block.
+        All that they have drawn must be known: no look may be on its way.
         """
         seated = self.rows.seat(sequences)
+        self.used = rows
         at, blocks = self.rows.changes(rows)
         empty = [0] * (rows - len(seated))
         host = [q.last for q in seated] + empty
         host += [len(q) - 1 for q in seated] + empty
         host += [len(q.output) for q in seated] + empty
         host += [q.key for q in seated] + empty
-        sent = torch.tensor(host + at + blocks, dtype=torch.int64).to(self.model.device)
-        numbers, index, held = sent[: 4 * rows], sent[4 * rows : 4 * rows + len(at)], sent[4 * rows + len(at) :]
+        sent, sizes = self._sent(host + at + blocks), [4 * rows, len(at), len(at)]
+        numbers, index, held = sent.split_with_sizes(sizes)
         self.numbers[:, :rows].copy_(numbers.view(4, rows))
         if at:
             self.table.view(-1).index_copy_(0, index, held)
@@ -58,7 +60,26 @@ class DecodeBatch:
                     len(self.table), self.model.arch.vocab, dtype=torch.bool, device=self.model.device
                 )
             mark_seen(self.seen_SV[:rows], seated)
-        return seated
+
+    def go_on(self, sequences: Series[Sequence]) -> None:
+        """Be ready for more steps of these sequences, which have rows already, whatever the steps under way draw.
+
+        Last tokens, positions, counts and tokens seen are the device's own; it lacks only new blocks. Rows of others
+        become empty: they write to the trash block, and their positions do not grow out of the table.
+        """
+        empty = self.rows.keep(sequences)
+        at, blocks = self.rows.changes(self.used)
+        if at or empty:
+            sent, sizes = self._sent(at + blocks + empty), [len(at), len(at), len(empty)]
+            index, held, rows = sent.split_with_sizes(sizes)
+            self.table.view(-1).index_copy_(0, index, held)
+            self.numbers.index_fill_(1, rows, 0)
+        self.at.zero_()
+
+    def clear(self) -> None:
+        """Forget everyone: after a call that was broken off the host's picture of the table may be wrong."""
+        self.rows = Rows(len(self.table), self.most_blocks, self.cache.trash)
+        self.table.fill_(self.cache.trash)
 
     @torch.no_grad()
     def step(self, rows: int, blocks: int, noise: bool, drawing: Drawing) -> None:
@@ -80,10 +101,17 @@ class DecodeBatch:
         if seen_SV is not None:
             seen_SV.scatter_(1, drawn[0][:, None], True)
 
-    def read(self, steps: int, rows: int) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
-        """Tokens, log-probs as drawn and before filters of the steps since `fill`; a list a row."""
-        drawn, policy = self.logprobs[:, :steps, :rows].transpose(1, 2).tolist()
-        return self.tokens[:steps, :rows].t().tolist(), drawn, policy
+    def results(self, steps: int) -> tuple[list[Sequence | None], Tensor, Tensor]:
+        """Who has which row; tokens int64 [S, L] and log-probs float32 [2, S, L], as drawn and before filters, of the
+        steps since `fill` or `go_on`, to be overwritten by the next ones."""
+        rows = self.used
+        owners = self.rows.owners[:rows]
+        return owners, self.tokens[:steps, :rows].t(), self.logprobs[:, :steps, :rows].transpose(1, 2)
+
+    def _sent(self, numbers: list[int]) -> Tensor:
+        """On the device. Through pinned memory: else the host would wait for the steps under way."""
+        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self.model.device.type == "cuda")
+        return host.to(self.model.device, non_blocking=True)
 
 
 def mark_seen(seen_SV: Tensor, sequences: Series[Sequence]) -> None:

@@ -1,15 +1,16 @@
 """Prompts in, completions out: scheduler, runner, graphs and the rules by which a sample ends, in a loop."""
 
 import logging
-import math
 from collections.abc import Callable, Generator, Iterable
-from typing import Any, Literal
+from typing import Any
 
 from qerl.engine.block_pool import BlockPool
 from qerl.engine.cache import Cache
 from qerl.engine.decode import DecodeBatch
 from qerl.engine.drawing import Drawing
+from qerl.engine.ending import Ending
 from qerl.engine.graphs import Graphs, bucket
+from qerl.engine.look import Look
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler, Step
 from qerl.engine.sequence import Sequence
@@ -19,7 +20,6 @@ from qerl.records import Completion, Request, Sampling
 
 logger = logging.getLogger(__name__)
 
-Drawn = tuple[list[int], list[float], list[float]]  # tokens, log-probs as drawn, log-probs before filters
 OnTokens = Callable[[int, int, list[int]], None]  # request, sample, new tokens
 MAX_RUNNING = 256  # sequences that decode at a time, unless told otherwise
 LOOKAHEAD = 8  # decode steps between looks at the host, with graphs
@@ -31,9 +31,11 @@ class Engine:
 
     num_blocks of block_size tokens are the cache, for life: `blocks_that_fit` says how many there is room for.
     token_budget (by default 8192 on a GPU, 2048 on a CPU) and max_running bound a step. graphs: capture decode steps
-    (by default on a GPU); lookahead: decode steps between looks at the host (by default 8 with graphs, else 1). A call
-    shares prefixes among its own prompts; with keep_prefixes also those of earlier calls, so that its rounding depends
-    on them. kv_cache_dtype: auto (the model's own), or fp8 for keys and values in half the bytes, rounded.
+    (by default on a GPU); lookahead: decode steps between looks at the host (by default 8 with graphs, else 1);
+    overlap: begin the next look's steps before the host has seen what the last ones drew, so that the device never
+    waits for it (by default with graphs). A call shares prefixes among its own prompts; with keep_prefixes also those
+    of earlier calls, so that its rounding depends on them. kv_cache_dtype: auto (the model's own), or fp8 for keys and
+    values in half the bytes, rounded.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Engine:
         lookahead: int | None = None,
         keep_prefixes: bool = False,
         kv_cache_dtype: str = "auto",
+        overlap: bool | None = None,
     ) -> None:
         self.keep_prefixes = keep_prefixes
         if token_budget is None:
@@ -61,6 +64,7 @@ class Engine:
             raise ValueError("Graphs need a GPU: leave graphs off.")
         captures = on_gpu if graphs is None else graphs
         self.lookahead = lookahead or (LOOKAHEAD if captures else 1)
+        self.overlap = captures if overlap is None else overlap
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = Cache(model, num_blocks, block_size, kv_cache_dtype)
         self.runner = Runner(model, self.cache)
@@ -121,11 +125,11 @@ class Engine:
         root = (self.policy_version, adapter, self.model.noise_version if sampling.noise else "clean")
         scheduler = Scheduler(self.pool, self.token_budget, self.max_running, root, self.lookahead)
         drawing = Drawing(sampling, self.model.arch.vocab, self.model.device)
-        ending = _Ending(sampling, self.tokenizer, self.policy_version, self.model.noise_version)
+        ending = Ending(sampling, self.tokenizer, self.policy_version, self.model.noise_version)
         if self.graphs is not None:
             self.graphs.check()
         refused = self._add(list(requests), sampling, scheduler)
-        self._streaming, finished = True, False
+        self._streaming, finished, ahead = True, False, None
         try:
             yield from (ending.refusal(request, i, why) for request, why in refused for i in range(request.samples))
             while scheduler.busy:
@@ -133,43 +137,54 @@ class Engine:
                     raise ValueError("Noise was drawn anew in the middle of a stream: draw it before or after.")
                 if self.model.adapter_enabled != adapter:
                     raise ValueError("The adapter was switched in the middle of a stream: do it before or after.")
-                step = scheduler.schedule()
-                kept = {sequence: ending.keep(sequence, drawn) for sequence, drawn in self._run(step, drawing).items()}
-                scheduler.advance(step, kept)
-                for sequence, tokens in kept.items():
-                    if on_tokens is not None:
+                look = ahead or self._begin(scheduler.schedule(), drawing)
+                further = self._further(look.step, scheduler)
+                ahead = None if further is None else self._begin(further, drawing)
+                kept = ending.keep(look.drawn(), look.has_nan())  # the device is busy with what is ahead
+                scheduler.advance(look.step, kept)
+                if on_tokens is not None:
+                    for sequence, tokens in kept.items():
                         on_tokens(sequence.request, sequence.sample, tokens)
-                    if reason := ending.reason(sequence):
-                        scheduler.finish(sequence)
-                        yield ending.completion(sequence, reason)
+                for sequence, reason in ending.ended():
+                    scheduler.finish(sequence)
+                    yield ending.completion(sequence, reason)
             finished = True
         finally:
             self._streaming = False
             if not finished:  # left or broken off, perhaps in the middle of bookkeeping, perhaps with NaN in the cache
                 self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+                self.batch.clear()
                 self.cache.clear()
+            if ahead is not None:  # all that it would have gone on with has ended; nothing is on its way after a call
+                ahead.wait()
 
-    def _run(self, step: Step, drawing: Drawing) -> dict[Sequence, Drawn]:
-        """The step's tokens through the model: what each sequence that samples drew."""
+    def _begin(self, step: Step, drawing: Drawing) -> Look:
+        """Enqueue the step's work, and the way of what it draws to the host."""
         noise = drawing.sampling.noise
         for source, target in step.copies:
             self.cache.copy_block(source, target)
         if not step.decodes:
-            return self.runner.run(step, noise, drawing)
-        sequences = [chunk.sequence for chunk in step.chunks]
-        if self.model.device.type == "cuda":  # the kernels read lengths on the device
-            rows, blocks = bucket(len(sequences)), self.batch.most_blocks
+            return Look(step, *self.runner.run(step, noise, drawing))
+        sequences, on_gpu = [chunk.sequence for chunk in step.chunks], self.model.device.type == "cuda"
+        if step.ahead:
+            self.batch.go_on(sequences)
         else:
-            longest = max(map(len, sequences)) + step.repeats - 1
-            rows, blocks = len(sequences), -(-longest // self.pool.block_size)
-        seated = self.batch.fill(sequences, rows, drawing)
+            self.batch.fill(sequences, bucket(len(sequences)) if on_gpu else len(sequences), drawing)
         if self.graphs is not None:
-            self.graphs.run(step.repeats, rows, noise, drawing)
+            self.graphs.run(step.repeats, self.batch.used, noise, drawing)
         else:
+            longest = max(chunk.start for chunk in step.chunks) + step.repeats
+            # On a GPU the kernels read lengths there.
+            blocks = self.batch.most_blocks if on_gpu else -(-longest // self.pool.block_size)
             for _ in range(step.repeats):
-                self.batch.step(rows, blocks, noise, drawing)
-        drawn = dict(zip(seated, zip(*self.batch.read(step.repeats, len(seated)), strict=True), strict=True))
-        return {sequence: drawn[sequence] for sequence in sequences}
+                self.batch.step(self.batch.used, blocks, noise, drawing)
+        return Look(step, *self.batch.results(step.repeats))
+
+    def _further(self, step: Step, scheduler: Scheduler) -> Step | None:
+        """What to begin before the step's tokens are known, if anything."""
+        if not self.overlap or not step.decodes or bucket(len(scheduler.running)) < bucket(self.batch.used):
+            return None  # rows that nobody needs cost time in every step: those that go on are brought together first
+        return scheduler.further(step)
 
     def _add(self, requests: list[Request], sampling: Sampling, scheduler: Scheduler) -> list[tuple[Request, str]]:
         """Queue what can be served; returns the rest with the reasons."""
@@ -200,75 +215,3 @@ class Engine:
             except ValueError as error:  # of the first sample: the others are like it
                 refused.append((request, str(error)))
         return refused
-
-
-class _Ending:
-    """The rules by which a sequence ends, and what was drawn until then."""
-
-    def __init__(self, sampling: Sampling, tokenizer: Any, version: int, noise_version: int) -> None:
-        self.sampling, self.tokenizer = sampling, tokenizer
-        self.version, self.noise_id = version, noise_version if sampling.noise else None
-        self.stop_ids = frozenset(sampling.stop_ids)
-        self.logprobs: dict[Sequence, tuple[list[float], list[float]]] = {}  # as drawn, before filters
-        self.reasons: dict[Sequence, Literal["stop", "length"]] = {}
-        # A stop string ends at the last token: only so many of them can hold it (a character may take four).
-        self.tail = 16 + 4 * max(map(len, sampling.stop), default=0)
-
-    def keep(self, sequence: Sequence, drawn: Drawn) -> list[int]:
-        """The tokens up to the sequence's end; what was drawn past it is dropped."""
-        tokens, logprobs, policy = drawn
-        count, reason = self._end(sequence, tokens)
-        if any(map(math.isnan, logprobs[:count])):
-            raise ValueError("The model gives NaN logits: its weights, adapter or noise are not finite.")
-        kept = self.logprobs.setdefault(sequence, ([], []))
-        kept[0].extend(logprobs[:count])
-        kept[1].extend(policy[:count])
-        if reason is not None:
-            self.reasons[sequence] = reason
-        return tokens[:count]
-
-    def _end(self, sequence: Sequence, tokens: list[int]) -> tuple[int, Literal["stop", "length"] | None]:
-        """How many of the tokens count, and why the sequence ends after them, if it does."""
-        left = sequence.remaining
-        if self.sampling.stop or not self.stop_ids.isdisjoint(tokens):
-            for i, token in enumerate(tokens[:left]):
-                if token in self.stop_ids or self._has_stop(sequence, tokens[: i + 1]):
-                    return i + 1, "stop"
-        return (left, "length") if len(tokens) >= left else (len(tokens), None)
-
-    def reason(self, sequence: Sequence) -> Literal["stop", "length"] | None:
-        return self.reasons.pop(sequence, None)
-
-    def _has_stop(self, sequence: Sequence, new: list[int]) -> bool:
-        if not self.sampling.stop or len(sequence.output) + len(new) < self.sampling.min_tokens:
-            return False
-        tail = self._decode([*sequence.output[-self.tail :], *new][-self.tail :])
-        if not any(stop in tail for stop in self.sampling.stop):
-            return False
-        return self._cut(self._decode([*sequence.output, *new])) is not None
-
-    def _decode(self, tokens: list[int]) -> str:
-        text: str = "" if self.tokenizer is None else self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
-    def _cut(self, text: str) -> int | None:
-        """Where the first stop string begins."""
-        return min((at for stop in self.sampling.stop if (at := text.find(stop)) >= 0), default=None)
-
-    def completion(self, sequence: Sequence, reason: Literal["stop", "length"]) -> Completion:
-        text = self._decode(sequence.output)
-        logprobs, policy = self.logprobs.pop(sequence)
-        return Completion(
-            request=sequence.request,
-            sample=sequence.sample,
-            token_ids=tuple(sequence.output),
-            text=text[: self._cut(text)],
-            logprobs=tuple(logprobs),
-            policy_logprobs=tuple(policy),
-            finish_reason=reason,
-            policy_version=self.version,
-            noise_id=self.noise_id,
-        )
-
-    def refusal(self, request: Request, sample: int, why: str) -> Completion:
-        return Completion(request.id, sample, (), "", (), (), "refused", self.version, self.noise_id, why)

@@ -28,6 +28,14 @@ class Rows:
         self.owners = [*seated, *[None] * (len(self.owners) - count)]
         return seated
 
+    def keep(self, sequences: Series[Sequence]) -> list[int]:
+        """Only these stay, in the rows they have; returns the rows that become empty."""
+        present = set(sequences)
+        empty = [row for row, owner in enumerate(self.owners) if owner is not None and owner not in present]
+        for row in empty:
+            self.owners[row] = None
+        return empty
+
     def changes(self, rows: int) -> tuple[list[int], list[int]]:
         """What to write to the first `rows` rows so that they hold their owners' blocks: flat places, and blocks."""
         places: list[int] = []

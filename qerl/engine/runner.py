@@ -24,25 +24,24 @@ class Runner:
         self.model, self.cache = model, cache
 
     @torch.no_grad()
-    def run(
-        self, step: Step, noise: bool, drawing: Drawing
-    ) -> dict[Sequence, tuple[list[int], list[float], list[float]]]:
-        """For each sequence whose chunk samples: its next token, log-prob as drawn, log-prob before filters."""
+    def run(self, step: Step, noise: bool, drawing: Drawing) -> tuple[list[Sequence], Tensor, Tensor]:
+        """The sequences whose chunk samples; their next tokens int64 [S, 1], log-probs as drawn and before filters
+        float32 [2, S, 1]."""
         device = self.model.device
         # Single tokens first: they are attended in one batch.
-        chunks = sorted(step.chunks, key=lambda chunk: chunk.count > 1)
-        ids = [t for chunk in chunks for t in chunk.sequence.tokens(chunk.start, chunk.start + chunk.count)]
-        positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks])
+        chunks = sorted(step.chunks, key=lambda chunk: chunk.length > 1)
+        ids = [t for chunk in chunks for t in chunk.sequence.tokens(chunk.start, chunk.start + chunk.length)]
+        positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.length) for chunk in chunks])
         attention = _MixedAttention(self, chunks, torch.from_numpy(positions).to(device))
         hidden_TD = self.model.run(torch.tensor(ids, device=device), attention.positions_T, attention, noise)
         sampling, ends, total = [], [], 0
         for chunk in chunks:
-            total += chunk.count
+            total += chunk.length
             if chunk.samples:
                 sampling.append(chunk.sequence)
                 ends.append(total - 1)
         if not sampling:
-            return {}
+            return [], torch.empty(0, 1, dtype=torch.int64), torch.empty(2, 0, 1)
         keys_S = torch.tensor([q.key for q in sampling], dtype=torch.int64, device=device)
         drawn_S = torch.tensor([len(q.output) for q in sampling], dtype=torch.int64, device=device)
         seen_SV = None
@@ -50,13 +49,13 @@ class Runner:
             seen_SV = torch.zeros(len(sampling), self.model.arch.vocab, dtype=torch.bool, device=device)
             mark_seen(seen_SV, sampling)
         logits_SV = self.model.logits(hidden_TD[torch.tensor(ends, device=device)])
-        drawn = (values.tolist() for values in drawing.draw(logits_SV, keys_S, drawn_S, seen_SV))
-        return {sequence: ([t], [p], [q]) for sequence, t, p, q in zip(sampling, *drawn, strict=True)}
+        tokens_S, logprobs_S, policy_S = drawing.draw(logits_SV, keys_S, drawn_S, seen_SV)
+        return sampling, tokens_S[:, None], torch.stack((logprobs_S, policy_S))[:, :, None]
 
     def places(self, chunk: Chunk, start: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Where the sequence's tokens lie, from `start` to the chunk's end."""
-        size, at = self.cache.block_size, np.arange(start, chunk.start + chunk.count)
-        blocks = np.array(chunk.sequence.blocks[: (chunk.start + chunk.count - 1) // size + 1], dtype=np.int64)
+        size, at = self.cache.block_size, np.arange(start, chunk.start + chunk.length)
+        blocks = np.array(chunk.sequence.blocks[: (chunk.start + chunk.length - 1) // size + 1], dtype=np.int64)
         found: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks[at // size] * size + at % size
         return found
 
@@ -67,7 +66,7 @@ class _MixedAttention:
     def __init__(self, runner: Runner, chunks: list[Chunk], positions_T: Tensor) -> None:
         self.cache, self.windows, self.positions_T = runner.cache, runner.model.arch.windows, positions_T
         device, size = positions_T.device, runner.cache.block_size
-        self.singles = sum(chunk.count == 1 for chunk in chunks)
+        self.singles = sum(chunk.length == 1 for chunk in chunks)
         single, longer = chunks[: self.singles], chunks[self.singles :]
         written = np.concatenate([runner.places(chunk, chunk.start) for chunk in chunks])
         self.written_T = torch.from_numpy(written).to(device)
@@ -76,10 +75,10 @@ class _MixedAttention:
             tables = [chunk.sequence.blocks[:longest] for chunk in single]
             padded = [table + [self.cache.trash] * (longest - len(table)) for table in tables]
             self.table_SB = torch.tensor(padded, device=device)
-        self.lengths = tuple(chunk.count for chunk in longer)
+        self.lengths = tuple(chunk.length for chunk in longer)
         if longer:  # their keys and values, from the first position on, are gathered from the cache
             self.context_K = torch.from_numpy(np.concatenate([runner.places(chunk, 0) for chunk in longer])).to(device)
-            self.key_lengths = tuple(chunk.start + chunk.count for chunk in longer)
+            self.key_lengths = tuple(chunk.start + chunk.length for chunk in longer)
             self.bounds, self.key_bounds = (
                 torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
                 for lengths in (self.lengths, self.key_lengths)

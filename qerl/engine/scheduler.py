@@ -8,6 +8,15 @@ everything finishes as long as one sequence fits alone. Every decision depends o
 Where every sequence decodes and none can be admitted, several decode steps are taken in a row (`repeats`), as far as
 blocks for them can be had without preempting anyone; what is drawn past a sequence's end is dropped.
 
+Such a look can be followed by another before its tokens are known (`further`): who goes on, and which blocks that
+takes, follows from lengths alone. A sequence that turns out to have ended in the first draws on through the second, in
+vain. That harms no one:
+- Its blocks may be given to others as soon as the first look is read, while the second still writes to them. The device
+  does one thing after another: whatever is written for the new holder comes after the second look.
+- Prefixes that can be found are full blocks of tokens that were kept and fed back (`computed`, all but the last token);
+  in vain are the last kept token and what follows it, which lie behind them.
+- Nobody is preempted, admitted or copied while a look is on its way: `schedule` is called when all is read.
+
 The samples of a group wait for the first of them to have its prompt computed, then share its full blocks and copy the
 partial one; they compute only the prompt's last token, which gives each its own first logits.
 """
@@ -15,18 +24,18 @@ partial one; they compute only the prompt's last token, which gives each its own
 from bisect import insort
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from qerl.engine.block_pool import BlockPool
 from qerl.engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens start to start + count of a sequence, to be computed now."""
+class Chunk(NamedTuple):
+    """Tokens start to start + length of a sequence, to be computed now."""
 
     sequence: Sequence
     start: int
-    count: int
+    length: int
     samples: bool  # the chunk ends at the sequence's last token: its logits give the next one
 
 
@@ -34,12 +43,9 @@ class Chunk:
 class Step:
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]  # blocks to copy before, (from, to)
-    repeats: int = 1  # decode steps in a row; 1 unless every chunk is a decoding sequence's last token
-
-    @property
-    def decodes(self) -> bool:
-        """Whether every chunk is one token whose logits give the next."""
-        return all(chunk.count == 1 and chunk.samples for chunk in self.chunks)
+    decodes: bool  # every chunk is one token whose logits give the next
+    repeats: int = 1  # decode steps in a row; 1 unless the step decodes
+    ahead: bool = False  # to be begun before the tokens of the step before it are known; continues its sequences
 
 
 class Scheduler:
@@ -76,7 +82,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> Step:
-        """The next step; never empty while there is work."""
+        """The next step; never empty while there is work. All that earlier steps drew must be known."""
+        if len(self.running) <= self.token_budget and (look := self._look(0)) is not None:
+            return look
         budget = self.token_budget
         chunks: dict[Sequence, Chunk] = {}
         preemptions = self.preemptions
@@ -91,7 +99,7 @@ class Scheduler:
             if self._reserve(sequence, sequence.computed + count, chunks):
                 chunks[sequence] = Chunk(sequence, sequence.computed, count, count == tokens)
                 budget -= count
-        budget = self.token_budget - sum(chunk.count for chunk in chunks.values())
+        budget = self.token_budget - sum(chunk.length for chunk in chunks.values())
         copies: list[tuple[int, int]] = []
         admitted = False
         for sequence in list(self.waiting):
@@ -107,24 +115,81 @@ class Scheduler:
             chunks[sequence] = Chunk(sequence, sequence.computed, count, count == tokens)
             budget -= count
         assert chunks or not self.busy, "nothing was scheduled although there is work"
-        step = Step(tuple(chunks.values()), tuple(copies))
-        return replace(step, repeats=self._look_ahead(step)) if step.decodes and not admitted else step
+        decodes = all(chunk.length == 1 and chunk.samples for chunk in chunks.values())
+        step = Step(tuple(chunks.values()), tuple(copies), decodes)
+        return replace(step, repeats=self._look_ahead(step)) if decodes and not admitted else step
+
+    def further(self, step: Step) -> Step | None:
+        """What can be begun before the tokens of the step, the only one on its way, are known. Reserves its blocks.
+
+        None where the step is no look of all that run, where none of them goes on for sure, where others could take
+        their places, or where the blocks can't be had without preempting anyone: then wait for the step's tokens.
+        """
+        if not step.decodes or len(step.chunks) < len(self.running):
+            return None
+        return self._look(step.repeats)
 
     def advance(self, step: Step, sampled: dict[Sequence, list[int]]) -> None:
-        """The step was computed: `sampled` holds the next tokens of each sequence that samples, up to its end."""
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            if chunk.samples:
+        """The step was computed: `sampled` holds the next tokens of each sequence that samples, up to its end.
+
+        Those that ended while the step was on its way are done with.
+        """
+        size = self.pool.block_size
+        for sequence, _, length, samples in step.chunks:
+            if sequence.finished:
+                continue
+            if samples:
                 sequence.output += sampled[sequence]
                 sequence.computed = len(sequence) - 1  # the last token is not fed back yet
             else:
-                sequence.computed += chunk.count
-            self._remember(sequence)
+                sequence.computed += length
+            if (sequence.remembered + 1) * size <= sequence.computed:
+                self._remember(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence has its last token: let go of its blocks."""
         self._let_go(sequence)
         sequence.finished = True
+
+    def _look(self, pending: int) -> Step | None:
+        """A whole look of all that run, if they all decode, nobody can be admitted and there are blocks for it.
+
+        pending: decode steps of theirs that are on their way.
+        """
+        if self._may_admit():
+            return None
+        size, lookahead = self.pool.block_size, self.lookahead
+        chunks: list[Chunk] = []
+        wanting: list[tuple[Sequence, int]] = []  # blocks
+        total = most = 0
+        for sequence in self.running:
+            output = len(sequence.output)
+            if sequence.computed != len(sequence.prompt) + output - 1:
+                return None
+            start, left = sequence.computed + pending, sequence.max_tokens - output - pending
+            if left <= 0:  # it ends with what is on its way
+                continue
+            chunks.append(Chunk(sequence, start, 1, True))
+            steps = left if left < lookahead else lookahead
+            most = steps if steps > most else most
+            needed = -(-(start + steps) // size) - len(sequence.blocks)
+            if needed > 0:
+                wanting.append((sequence, needed))
+                total += needed
+        if not chunks or total > self.pool.available or (self.waiting and len(chunks) < len(self.running)):
+            return None
+        for sequence, needed in wanting:
+            sequence.blocks += [self.pool.take() for _ in range(needed)]
+        return Step(tuple(chunks), (), True, most, ahead=pending > 0)
+
+    def _may_admit(self) -> bool:
+        """Whether somebody could be admitted now, or that is to be found out."""
+        if not self.waiting or len(self.running) == self.max_running:
+            return False
+        first = self.waiting[0]
+        if first.leader is not None and self._computes_prompt(first.leader):
+            return True
+        return self._fits(first, self._prefix(first)[0])
 
     def _look_ahead(self, step: Step) -> int:
         """How many decode steps can be taken in a row; reserves the blocks for them."""
@@ -161,6 +226,22 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Start a sequence if all its present tokens fit, taking over what the cache has of them."""
+        shared, parent = self._prefix(sequence)
+        if not self._fits(sequence, shared):
+            return False
+        for block in shared:
+            self.pool.share(block)
+        sequence.blocks = shared
+        sequence.computed, sequence.remembered = len(shared) * self.pool.block_size, len(shared)
+        sequence.last_node = parent if shared else None
+        self._copy_partial(sequence, len(sequence) - 1, copies)
+        sequence.blocks += [self.pool.take() for _ in range(self._missing(sequence, len(sequence)))]
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=_arrival)
+        return True
+
+    def _prefix(self, sequence: Sequence) -> tuple[list[int], Hashable]:
+        """The blocks that hold the sequence's beginning already, and the last one's node (the root without any)."""
         size, reusable = self.pool.block_size, len(sequence) - 1  # the last token is always computed: it gives logits
         shared: list[int] = []
         parent = self.root
@@ -171,21 +252,12 @@ class Scheduler:
                 break
             shared.append(node.block)
             parent = node.id
-        for block in shared:
-            self.pool.share(block)
-        sequence.blocks = shared
-        if self._missing(sequence, len(sequence)) > self.pool.available:
-            for block in shared:
-                self.pool.release(block)
-            sequence.blocks = []
-            return False
-        sequence.computed, sequence.remembered = len(shared) * size, len(shared)
-        sequence.last_node = parent if shared else None
-        self._copy_partial(sequence, reusable, copies)
-        sequence.blocks += [self.pool.take() for _ in range(self._missing(sequence, len(sequence)))]
-        self.waiting.remove(sequence)
-        insort(self.running, sequence, key=_arrival)
-        return True
+        return shared, parent
+
+    def _fits(self, sequence: Sequence, shared: list[int]) -> bool:
+        """Whether there are blocks for the sequence's present tokens besides these, which nobody may hold yet."""
+        idle = sum(self.pool.holders[block] == 0 for block in shared)
+        return -(-len(sequence) // self.pool.block_size) - len(shared) <= self.pool.available - idle
 
     def _copy_partial(self, sequence: Sequence, reusable: int, copies: list[tuple[int, int]]) -> None:
         """The block of the leader that holds the prompt's last, partial run of tokens, as a copy."""

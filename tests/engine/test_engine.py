@@ -29,14 +29,14 @@ def model_of(make_checkpoint: Callable[..., Path], variant: str) -> tuple[Path, 
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "qwen2-sliding", "qwen3", "llama3-rope", "mistral-sliding"])
-@pytest.mark.parametrize("blocks", [13, 200])
+@pytest.mark.parametrize(("blocks", "overlap"), [(13, False), (200, False), (13, True)])
 def test_greedy_output_equals_transformers_generate(
-    make_checkpoint: Callable[..., Path], variant: str, blocks: int
+    make_checkpoint: Callable[..., Path], variant: str, blocks: int, overlap: bool
 ) -> None:
     folder, model = model_of(make_checkpoint, variant)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     stop = 5
-    engine = Engine(model, num_blocks=blocks, block_size=4, token_budget=11)
+    engine = Engine(model, num_blocks=blocks, block_size=4, token_budget=11, overlap=overlap)
     done = engine.generate(REQUESTS, Sampling(max_tokens=24, temperature=0, stop_ids=(stop,)))
     for prompt, completion in zip(PROMPTS, done, strict=True):
         out = theirs.generate(
@@ -56,15 +56,15 @@ def recomputed(model: Decoder, prompts: list[tuple[int, ...]], done: list[Comple
     return [part[len(prompts[c.request]) - 1 :] for part, c in zip(parts, done, strict=True)]
 
 
-@pytest.mark.parametrize("blocks", [13, 300])
+@pytest.mark.parametrize(("blocks", "overlap"), [(13, False), (300, False), (300, True)])
 @pytest.mark.parametrize("base", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("noise", [False, True])
 def test_behaviour_log_probs_equal_the_trainers(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, base: str, noise: bool, blocks: int
+    make_checkpoint: Callable[..., Path], tmp_path: Path, base: str, noise: bool, blocks: int, overlap: bool
 ) -> None:
     model = lora_model(make_checkpoint("qwen3"), base=base, device="cpu", cache_dir=tmp_path / "cache")
     set_noise(model, 0.05, torch.Generator().manual_seed(0))
-    engine = Engine(model, num_blocks=blocks, block_size=4, token_budget=9)
+    engine = Engine(model, num_blocks=blocks, block_size=4, token_budget=17 if overlap else 9, overlap=overlap)
     requests = [Request(i, prompt, samples=4) for i, prompt in enumerate(PROMPTS)]
     done = engine.generate(requests, Sampling(max_tokens=20, temperature=0.8, noise=noise))
     assert [(c.request, c.sample) for c in done] == [(r, s) for r in range(4) for s in range(4)]
@@ -169,8 +169,10 @@ def test_tokens_do_not_depend_on_the_batch_the_blocks_or_the_chunks(make_checkpo
     sampling = Sampling(max_tokens=15, temperature=1.0, top_p=0.9, top_k=50, seed=3)
     requests = [Request(i, prompt, samples=3) for i, prompt in enumerate(PROMPTS)]
     results = []
-    for blocks, size, budget in ((200, 4, 100), (10, 4, 7), (60, 16, 33), (40, 1, 1)):
-        done = Engine(model, blocks, size, budget).generate(requests, sampling)
+    settings = [(200, 4, 100, False), (10, 4, 7, False), (60, 16, 33, False), (40, 1, 1, False)]
+    settings += [(200, 4, 100, True), (10, 4, 7, True), (60, 16, 33, True)]
+    for blocks, size, budget, overlap in settings:
+        done = Engine(model, blocks, size, budget, overlap=overlap).generate(requests, sampling)
         results.append([c.token_ids for c in done])
     assert all(result == results[0] for result in results)
     alone = Engine(model, 200, 4).generate([requests[2]], sampling)
@@ -206,9 +208,10 @@ def test_clean_calls_never_read_noisy_keys(make_checkpoint: Callable[..., Path])
         assert torch.allclose(torch.tensor(a.policy_logprobs), torch.tensor(b.policy_logprobs), atol=1e-5)
 
 
-def test_a_stream_that_is_left_gives_its_blocks_back(make_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stream_that_is_left_gives_its_blocks_back(make_checkpoint: Callable[..., Path], overlap: bool) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    engine = Engine(model, num_blocks=100, block_size=4)
+    engine = Engine(model, num_blocks=100, block_size=4, overlap=overlap)
     stream = engine.stream([Request(0, (1, 2), samples=4), Request(1, (3,), 1)], Sampling(max_tokens=9))
     next(stream)
     stream.close()
@@ -257,8 +260,12 @@ def test_a_bad_request_is_refused_with_the_reason_and_harms_no_other(make_checkp
         engine.generate([Request(0, (1,))], Sampling(max_tokens=9, stop_ids=(10**6,)))
 
 
-@pytest.mark.parametrize("lookahead", [2, 5, 64])
-def test_several_steps_between_looks_change_nothing(make_checkpoint: Callable[..., Path], lookahead: int) -> None:
+@pytest.mark.parametrize(
+    ("lookahead", "overlap"), [(2, False), (5, False), (64, False), (1, True), (3, True), (5, True)]
+)
+def test_several_steps_between_looks_change_nothing(
+    make_checkpoint: Callable[..., Path], lookahead: int, overlap: bool
+) -> None:
     _, model = model_of(make_checkpoint, "qwen3")
     requests = [Request(i, prompt, samples=3) for i, prompt in enumerate(PROMPTS)]
     rules = {"min_tokens": 6, "stop_ids": tuple(range(0, 250, 9)), "repetition_penalty": 1.2, "top_p": 0.95}
@@ -266,25 +273,28 @@ def test_several_steps_between_looks_change_nothing(make_checkpoint: Callable[..
     judge = Engine(model, num_blocks=200, block_size=4).generate(requests, sampling)
     assert {c.finish_reason for c in judge} == {"stop", "length"}
     for blocks in (14, 200):
-        done = Engine(model, num_blocks=blocks, block_size=4, token_budget=30, lookahead=lookahead).generate(
-            requests, sampling
-        )
+        options = {"token_budget": 30, "lookahead": lookahead, "overlap": overlap}
+        engine = Engine(model, num_blocks=blocks, block_size=4, **options)
+        done = engine.generate(requests, sampling)
+        assert engine.pool.available == blocks
+        assert engine.generate(requests, sampling) == done  # bit for bit
         assert [(c.token_ids, c.finish_reason) for c in done] == [(c.token_ids, c.finish_reason) for c in judge]
         for ours, theirs in zip(done, judge, strict=True):
             assert len(ours.logprobs) == len(ours.token_ids)
             assert torch.allclose(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5)
 
 
-def test_an_interrupt_returns_what_is_complete(make_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("overlap", "call"), [(False, 9), (True, 9), (True, 10)])
+def test_an_interrupt_returns_what_is_complete(make_checkpoint: Callable[..., Path], overlap: bool, call: int) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    engine = Engine(model, num_blocks=100, block_size=4)
+    engine = Engine(model, num_blocks=100, block_size=4, lookahead=2 if overlap else 1, overlap=overlap)
     requests = [Request(i, prompt, samples=2) for i, prompt in enumerate(PROMPTS)]
     whole = engine.generate(requests, Sampling(max_tokens=12, stop_ids=tuple(range(0, 250, 8))))
     real, calls = engine.runner.model.logits, []
 
     def interrupted(hidden: torch.Tensor) -> torch.Tensor:
         calls.append(1)
-        if len(calls) == 9:
+        if len(calls) == call:
             raise KeyboardInterrupt
         return real(hidden)
 
@@ -296,9 +306,10 @@ def test_an_interrupt_returns_what_is_complete(make_checkpoint: Callable[..., Pa
     assert engine.generate(requests, Sampling(max_tokens=12, stop_ids=tuple(range(0, 250, 8)))) == whole
 
 
-def test_a_sleeping_engine_gives_its_memory_back_and_wakes(make_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sleeping_engine_gives_its_memory_back_and_wakes(make_checkpoint: Callable[..., Path], overlap: bool) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    engine = Engine(model, num_blocks=100, block_size=4)
+    engine = Engine(model, num_blocks=100, block_size=4, overlap=overlap)
     before = engine.generate(REQUESTS, Sampling(max_tokens=12))
     engine.sleep()
     assert engine.cache.both.numel() == 0
@@ -313,9 +324,10 @@ def test_a_sleeping_engine_gives_its_memory_back_and_wakes(make_checkpoint: Call
             second()
 
 
-def test_completions_name_the_noise_they_were_drawn_with(make_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_completions_name_the_noise_they_were_drawn_with(make_checkpoint: Callable[..., Path], overlap: bool) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    engine = Engine(model, num_blocks=100, block_size=4, max_running=1)
+    engine = Engine(model, num_blocks=100, block_size=4, max_running=1, overlap=overlap)
     seen = []
     for noise in (False, True, True):
         set_noise(model, 0.1, torch.Generator().manual_seed(0))
@@ -332,9 +344,10 @@ def test_completions_name_the_noise_they_were_drawn_with(make_checkpoint: Callab
         engine.on_policy_update()
 
 
-def test_logits_that_are_not_numbers_raise(make_checkpoint: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logits_that_are_not_numbers_raise(make_checkpoint: Callable[..., Path], overlap: bool) -> None:
     _, model = model_of(make_checkpoint, "qwen2")
-    engine = Engine(model, num_blocks=100, block_size=4)
+    engine = Engine(model, num_blocks=100, block_size=4, overlap=overlap)
     before = engine.generate(REQUESTS, Sampling(max_tokens=12))
     kept = model.blocks[0].input_norm.weight_D.clone()
     model.blocks[0].input_norm.weight_D.fill_(torch.nan)
@@ -344,13 +357,14 @@ def test_logits_that_are_not_numbers_raise(make_checkpoint: Callable[..., Path])
     assert engine.generate(REQUESTS, Sampling(max_tokens=12)) == before  # nothing of it stays in the cache
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_stop_string_ends_the_sample_and_its_text(
-    make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path], None]
+    make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path], None], overlap: bool
 ) -> None:
     folder, model = model_of(make_checkpoint, "llama")
     add_tokenizer(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    engine = Engine(model, num_blocks=100, block_size=4, tokenizer=tokenizer)
+    engine = Engine(model, num_blocks=100, block_size=4, tokenizer=tokenizer, overlap=overlap)
     (free,) = engine.generate(REQUESTS[:1], Sampling(max_tokens=30, seed=1))
     stop = free.text[6:8]
     (stopped,) = engine.generate(REQUESTS[:1], Sampling(max_tokens=30, seed=1, stop=(stop,)))
@@ -361,3 +375,56 @@ def test_a_stop_string_ends_the_sample_and_its_text(
     assert len(later.token_ids) >= 25
     with pytest.raises(ValueError, match="need a tokenizer"):
         Engine(model, num_blocks=100).generate(REQUESTS[:1], Sampling(max_tokens=3, stop=("x",)))
+
+
+@pytest.mark.parametrize("keep_prefixes", [False, True])
+@pytest.mark.parametrize("running", [5, 16])
+def test_overlap_changes_no_completion(make_checkpoint: Callable[..., Path], keep_prefixes: bool, running: int) -> None:
+    """Sequences end unforeseen, others take their places and blocks, a second call finds what the first has left."""
+    _, model = model_of(make_checkpoint, "qwen2")
+    requests = [Request(i, prompt, samples=4) for i, prompt in enumerate(PROMPTS)]
+    sampling = Sampling(max_tokens=30, stop_ids=tuple(range(0, 250, 12)), repetition_penalty=1.1, min_tokens=3)
+    judge = Engine(model, num_blocks=200, block_size=4).generate(requests, sampling)
+    assert {c.finish_reason for c in judge} == {"stop", "length"}
+    options = {"max_running": running, "keep_prefixes": keep_prefixes, "lookahead": 3, "overlap": True}
+    engine = Engine(model, num_blocks=60, block_size=4, **options)
+    for _ in range(2):
+        told: dict[tuple[int, int], list[int]] = {}
+
+        def on_tokens(request: int, sample: int, new: list[int], told: dict = told) -> None:
+            told.setdefault((request, sample), []).extend(new)
+
+        done = sorted(engine.stream(requests, sampling, on_tokens), key=lambda c: (c.request, c.sample))
+        assert [(c.token_ids, c.finish_reason) for c in done] == [(c.token_ids, c.finish_reason) for c in judge]
+        for ours, theirs in zip(done, judge, strict=True):
+            assert told[ours.request, ours.sample] == list(ours.token_ids)
+            assert torch.allclose(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-5)
+            assert torch.allclose(torch.tensor(ours.policy_logprobs), torch.tensor(theirs.policy_logprobs), atol=1e-5)
+        assert engine.pool.available == 60
+
+
+def test_with_overlap_rows_of_the_ended_do_not_run_out_of_the_table(make_checkpoint: Callable[..., Path]) -> None:
+    """The longest ends at the model's context; the others go on for long in the rows they have."""
+    _, model = model_of(make_checkpoint, "qwen2")
+    requests = [Request(0, tuple(range(122))), *(Request(i, (i, 3)) for i in range(1, 6))]
+    sampling = Sampling(max_tokens=70, seed=4)
+    judge = Engine(model, num_blocks=200, block_size=4, lookahead=4).generate(requests, sampling)
+    assert [len(c.token_ids) for c in judge] == [6, 70, 70, 70, 70, 70]
+    done = Engine(model, num_blocks=200, block_size=4, lookahead=4, overlap=True).generate(requests, sampling)
+    assert [c.token_ids for c in done] == [c.token_ids for c in judge]
+
+
+def test_with_overlap_the_next_look_is_begun_before_the_last_is_read(make_checkpoint: Callable[..., Path]) -> None:
+    _, model = model_of(make_checkpoint, "qwen2")
+    real, begun = model.logits, []
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        begun.append(1)
+        return real(hidden)
+
+    model.logits = counted  # type: ignore[method-assign]
+    for overlap, expected in ((False, [1, 4, 7, 10, 13]), (True, [1, 7, 10, 13, 13])):
+        engine, looks = Engine(model, num_blocks=20, block_size=4, lookahead=3, overlap=overlap), []
+        begun.clear()
+        list(engine.stream(REQUESTS[:1], Sampling(max_tokens=13), lambda *_, at=looks: at.append(len(begun))))
+        assert looks == expected  # forwards begun when tokens are told

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl.engine.drawing import Drawing
 from qerl.engine.engine import Engine
+from qerl.engine.scheduler import Scheduler
+from qerl.engine.sequence import Sequence
 from qerl.kernels.sample import sample
 from qerl.model.adapter import LoraSettings, add_lora, load_adapter, save_adapter
 from qerl.model.decoder import Decoder
@@ -64,11 +67,14 @@ SAMPLING = Sampling(max_tokens=60, temperature=0.9, stop_ids=tuple(range(40)), n
 
 
 @pytest.mark.parametrize("base", ["bf16", "nvfp4", "nf4"])
-@pytest.mark.parametrize("blocks", [30, 2000])  # 30: preemption
-def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "running", "overlap"),  # 30 blocks: preemption; 10 running: others take the places of those that ended
+    [(30, 256, False), (30, 256, True), (2000, 256, True), (2000, 10, True)],
+)
+def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int, running: int, overlap: bool) -> None:
     """Packed forward = prefill and eager decode (by habit: errors at most twice the packed ones); graphs = eager."""
     model, exact = models(tmp_path, base)
-    options = {"num_blocks": blocks, "block_size": 16, "token_budget": 300, "lookahead": 4}
+    options = {"num_blocks": blocks, "token_budget": 300, "lookahead": 4, "max_running": running, "overlap": overlap}
     eager = Engine(model, graphs=False, **options).generate(REQUESTS, SAMPLING)
     engine = Engine(model, graphs=True, **options)
     for _ in range(2):  # with captures, and without
@@ -82,6 +88,66 @@ def test_the_chain_of_parity(tmp_path: Path, base: str, blocks: int) -> None:
     assert (behaviour - truth).square().mean() <= 4 * (packed - truth).square().mean()
 
 
+def test_overlap_changes_nothing_where_all_go_on_together(tmp_path: Path) -> None:
+    """The same rows in every step: bit for bit. (Otherwise steps have other rows, and other rounding.)"""
+    model, _ = models(tmp_path, "nvfp4")
+    for rules in ({}, {"repetition_penalty": 1.3, "top_p": 0.9}):
+        sampling = replace(SAMPLING, stop_ids=(), **rules)
+        done = Engine(model, 2000, overlap=False).generate(REQUESTS, sampling)
+        engine = Engine(model, 2000)
+        assert engine.overlap
+        for _ in range(2):  # with captures, and without
+            assert engine.generate(REQUESTS, sampling) == done
+        assert engine.pool.available == 2000
+
+
+def test_a_further_look_is_begun_without_waiting_for_the_device(tmp_path: Path) -> None:
+    model, _ = models(tmp_path, "nvfp4")
+    engine, drawing = Engine(model, 300), Drawing(SAMPLING, model.arch.vocab, model.device)
+    scheduler = Scheduler(engine.pool, 8192, 256, "root", engine.lookahead)
+    sequences = [Sequence(i, i, 0, (5, 6, 7 + i), 100, key=i) for i in range(4)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    look = engine._begin(scheduler.schedule(), drawing)
+    scheduler.advance(look.step, {q: tokens for q, (tokens, _, _) in look.drawn().items()})
+    look = engine._begin(scheduler.schedule(), drawing)  # with a capture
+    for _ in range(5):
+        further = scheduler.further(look.step)
+        assert further is not None
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ahead = engine._begin(further, drawing)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        scheduler.advance(look.step, {q: tokens for q, (tokens, _, _) in look.drawn().items()})
+        look = ahead
+    look.wait()
+    assert [len(sequence.output) for sequence in sequences] == [1 + 5 * engine.lookahead] * 4
+
+
+def test_a_stream_left_with_a_look_on_its_way_leaves_a_usable_engine(tmp_path: Path) -> None:
+    model, _ = models(tmp_path, "bf16")
+    engine = Engine(model, 300)
+    before = engine.generate(REQUESTS, SAMPLING)
+    looks = []
+
+    def interrupt(request: int, sample: int, new: list[int]) -> None:
+        looks.append(request)
+        if len(looks) == 100:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream(REQUESTS, SAMPLING, interrupt))
+    assert engine.pool.available == 300
+    assert engine.generate(REQUESTS, SAMPLING) == before
+    stream = engine.stream(REQUESTS, SAMPLING)
+    next(stream)
+    stream.close()
+    engine.sleep()
+    engine.wake()
+    assert engine.generate(REQUESTS, SAMPLING) == before
+
+
 def test_an_fp8_cache_errs_as_its_reference_does(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -89,7 +155,7 @@ def test_an_fp8_cache_errs_as_its_reference_does(
     arithmetic, which shows what FP8 alone costs; and rounding to bf16, as everywhere."""
     model, exact = models(tmp_path, "nvfp4")
     options = {"num_blocks": 2000, "block_size": 16, "kv_cache_dtype": "fp8"}
-    done = Engine(model, graphs=False, lookahead=8, **options).generate(REQUESTS, SAMPLING)
+    done = Engine(model, graphs=False, lookahead=8, overlap=True, **options).generate(REQUESTS, SAMPLING)
     assert Engine(model, **options).generate(REQUESTS, SAMPLING) == done
     truth, packed = packed_log_probs(exact, PROMPTS, done), packed_log_probs(model, PROMPTS, done)
     alone = Engine(exact, **options).generate(REQUESTS, SAMPLING)
@@ -103,13 +169,13 @@ def test_an_fp8_cache_errs_as_its_reference_does(
 @pytest.mark.parametrize("base", ["mxfp4", "nf4"])
 def test_every_base_can_be_captured(tmp_path: Path, base: str) -> None:
     model, _ = models(tmp_path, base)
-    eager = Engine(model, 300, graphs=False, lookahead=8).generate(REQUESTS[:2], SAMPLING)
+    eager = Engine(model, 300, graphs=False, lookahead=8, overlap=True).generate(REQUESTS[:2], SAMPLING)
     assert Engine(model, 300).generate(REQUESTS[:2], SAMPLING) == eager
 
 
 def test_every_way_to_draw_can_be_captured(tmp_path: Path) -> None:
     model, _ = models(tmp_path, "bf16")
-    eager, graphs = Engine(model, 300, graphs=False, lookahead=8), Engine(model, 300)
+    eager, graphs = Engine(model, 300, graphs=False, lookahead=8, overlap=True), Engine(model, 300)
     for options in (
         {"temperature": 0.0},
         {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
@@ -131,7 +197,7 @@ def test_one_graph_serves_every_context(tmp_path: Path) -> None:
     captured = engine.graphs.captured
     done = engine.generate([Request(i, (*range(100 * i + 1),)) for i in range(4)], sampling)
     assert engine.graphs.captured == captured
-    assert done == Engine(model, 2000, graphs=False, lookahead=8).generate(
+    assert done == Engine(model, 2000, graphs=False, lookahead=8, overlap=True).generate(
         [Request(i, (*range(100 * i + 1),)) for i in range(4)], sampling
     )
 
@@ -154,7 +220,7 @@ def test_updates_in_place_reach_captured_graphs_and_moved_tensors_are_refused(tm
     engine.on_policy_update()
     after = engine.generate(REQUESTS, SAMPLING)
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
-    assert Engine(model, 300, graphs=False, lookahead=8).generate(REQUESTS, SAMPLING) == [
+    assert Engine(model, 300, graphs=False, lookahead=8, overlap=True).generate(REQUESTS, SAMPLING) == [
         replace(c, policy_version=0) for c in after
     ]
     captured = engine.graphs.captured  # other lengths may have met other buckets

@@ -7,8 +7,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qerl.engine.block_pool import BlockPool
-from qerl.engine.scheduler import Scheduler
+from qerl.engine.scheduler import Scheduler, Step
 from qerl.engine.sequence import Sequence
+
+
+class Device:
+    """Does what it is told in the order of the calls, as a stream does.
+
+    A place of the cache holds the whole prefix that was computed there; rows hold what the device knows of the
+    sequences: their tokens, and their block table.
+    """
+
+    def __init__(self, pool: BlockPool, cache: dict[tuple[int, int], tuple[int, ...]]) -> None:
+        self.pool, self.cache = pool, cache
+        self.rows: dict[Sequence, tuple[list[int], list[int]]] = {}
+        self.computed = 0
+
+    def run(self, step: Step) -> dict[Sequence, list[int]]:
+        """What the sequences that sample draw; the host may look at it later."""
+        size = self.pool.block_size
+        for source, target in step.copies:
+            self.cache |= {(target, i): self.cache[source, i] for i in range(size) if (source, i) in self.cache}
+        if step.ahead:  # tokens are the device's own
+            self.rows = {chunk.sequence: (self.rows[chunk.sequence][0], []) for chunk in step.chunks}
+        else:
+            self.rows = {q: ([*q.tokens(0, len(q))], []) for q in (chunk.sequence for chunk in step.chunks)}
+        drawn: dict[Sequence, list[int]] = {}
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            tokens, table = self.rows[sequence]
+            table += sequence.blocks
+            for at in range(chunk.start):  # what is attended to must be this very prefix
+                assert self.cache[table[at // size], at % size] == tuple(tokens[: at + 1])
+            for at in range(chunk.start, chunk.start + chunk.length):
+                self._write(tokens, table, at)
+            if chunk.samples:
+                assert chunk.start + chunk.length == len(tokens)
+                tokens.append(hash((sequence.arrival, len(tokens))) % 1000 % 3)
+                for _ in range(step.repeats - 1):  # later steps in a row feed back what was drawn
+                    at = len(tokens) - 1
+                    if at // size < len(table):  # past the end there is only the trash block
+                        self._write(tokens, table, at)
+                    else:
+                        assert at >= len(sequence.prompt) + sequence.max_tokens - 1
+                    tokens.append(hash((sequence.arrival, len(tokens))) % 1000 % 3)
+                drawn[sequence] = tokens[-step.repeats :]
+        return drawn
+
+    def _write(self, tokens: list[int], table: list[int], at: int) -> None:
+        block, place = table[at // self.pool.block_size], at % self.pool.block_size
+        assert self.pool.holders[block] == 1, "a shared block would be written"
+        assert block not in self.pool._node_of, "a block that can be found would be written"
+        self.cache[block, place] = tuple(tokens[: at + 1])
+        self.computed += 1
 
 
 def simulate(
@@ -23,6 +74,7 @@ def simulate(
     early: int = 10**9,  # one token in so many ends its sequence
     pool: BlockPool | None = None,
     cache: dict[tuple[int, int], tuple[int, ...]] | None = None,
+    overlap: bool = False,
 ) -> tuple[list[Sequence], Scheduler, int]:
     """Run all to the end; returns the sequences, the scheduler and the tokens computed."""
     pool = pool or BlockPool(num_blocks, block_size)
@@ -36,45 +88,35 @@ def simulate(
             leader = leader or sequence
             sequences.append(sequence)
             scheduler.add(sequence)
-    cache = {} if cache is None else cache  # (block, place) -> the whole prefix that was computed there
-    computed = 0
+    device = Device(pool, {} if cache is None else cache)
+    ahead: tuple[Step, dict[Sequence, list[int]]] | None = None
     while scheduler.busy:
-        step = scheduler.schedule()
+        if ahead is None:
+            step = scheduler.schedule()
+            assert not step.ahead
+            drawn = device.run(step)
+        else:
+            step, drawn = ahead
         assert step.chunks
-        assert sum(chunk.count for chunk in step.chunks) <= token_budget
-        assert len(scheduler.running) <= max_running
-        for source, target in step.copies:
-            cache |= {(target, place): cache[source, place] for place in range(block_size) if (source, place) in cache}
-        for chunk in step.chunks:
-            sequence = chunk.sequence
-            assert chunk.start == sequence.computed
-            for at in range(chunk.start + chunk.count):
-                block, place = sequence.blocks[at // block_size], at % block_size
-                prefix = sequence.tokens(0, at + 1)
-                if at < chunk.start:  # what is attended to must be this very prefix
-                    assert cache[block, place] == prefix
-                else:
-                    assert pool.holders[block] == 1, "a shared block would be written"
-                    cache[block, place] = prefix
-                    computed += 1
+        assert sum(chunk.length for chunk in step.chunks) <= token_budget
+        assert step.decodes == all(chunk.length == 1 and chunk.samples for chunk in step.chunks)
         assert step.repeats == 1 or step.decodes
+        assert len(scheduler.running) <= max_running
+        preemptions, running = scheduler.preemptions, list(scheduler.running)
+        further = scheduler.further(step) if overlap else None
+        assert (scheduler.preemptions, scheduler.running) == (preemptions, running)
+        ahead = None if further is None else (further, device.run(further))
         sampled: dict[Sequence, list[int]] = {}
         for chunk in step.chunks:
+            sequence, length = chunk.sequence, len(chunk.sequence)
+            if sequence.finished:  # by the look before: drawn in vain
+                assert step.ahead
+                continue
+            assert chunk.start == sequence.computed
             if not chunk.samples:
                 continue
-            sequence, length = chunk.sequence, len(chunk.sequence)
-            drawn = [hash((sequence.arrival, length + i)) % 1000 % 3 for i in range(step.repeats)]
-            whole = (*sequence.tokens(0, length), *drawn)
-            for at in range(length, length + step.repeats - 1):  # later steps in a row feed back what was drawn
-                if at // block_size < len(sequence.blocks):  # past the end there is only the trash block
-                    block, place = sequence.blocks[at // block_size], at % block_size
-                    assert pool.holders[block] == 1, "a shared block would be written"
-                    cache[block, place] = whole[: at + 1]
-                    computed += 1
-                else:
-                    assert at >= length + sequence.remaining - 1
-            kept = drawn[: sequence.remaining]
-            ends = [i for i in range(len(kept)) if hash((sequence.arrival, length, i)) % early == 0]
+            kept = drawn[sequence][: sequence.remaining]
+            ends = [i for i in range(len(kept)) if hash((sequence.arrival, length + i)) % early == 0]
             if ends:
                 sequence.max_tokens = len(sequence.output) + ends[0] + 1
             sampled[sequence] = kept[: ends[0] + 1] if ends else kept
@@ -86,7 +128,7 @@ def simulate(
         assert [held.count(block) for block in range(num_blocks)] == pool.holders, "a block leaked or was freed twice"
         assert pool.available == pool.holders.count(0)
     assert pool.available == num_blocks
-    return sequences, scheduler, computed
+    return sequences, scheduler, device.computed
 
 
 @st.composite
@@ -112,29 +154,31 @@ def loads(draw: st.DrawFn) -> dict:
     }
 
 
-@settings(max_examples=400, deadline=None)
-@given(loads())
-def test_everything_finishes_nothing_leaks_and_every_prefix_is_right(load: dict) -> None:
-    sequences, _, _ = simulate(**load)
+@pytest.mark.parametrize("overlap", [False, True])
+@settings(max_examples=250, deadline=None)
+@given(load=loads())
+def test_everything_finishes_nothing_leaks_and_every_prefix_is_right(load: dict, overlap: bool) -> None:
+    sequences, _, _ = simulate(**load, overlap=overlap)
     for sequence in sequences:
         assert sequence.finished
         assert len(sequence.output) == sequence.max_tokens
 
 
-@settings(max_examples=200, deadline=None)
-@given(loads(), st.integers(2, 12))
-def test_sequences_that_end_early_and_a_pool_that_outlives_calls(load: dict, early: int) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(load=loads(), early=st.integers(2, 12))
+def test_sequences_that_end_early_and_a_pool_that_outlives_calls(load: dict, early: int, overlap: bool) -> None:
     pool, cache = BlockPool(load["num_blocks"], load["block_size"]), {}
     for _ in range(3):
-        sequences, _, _ = simulate(**load, early=early, pool=pool, cache=cache)
+        sequences, _, _ = simulate(**load, early=early, pool=pool, cache=cache, overlap=overlap)
         assert all(sequence.finished for sequence in sequences)
 
 
-@settings(max_examples=50, deadline=None)
-@given(loads())
-def test_the_same_load_takes_the_same_steps(load: dict) -> None:
-    first, second = simulate(**load), simulate(**load)
-    assert [s.output for s in first[0]] == [s.output for s in second[0]]
+@settings(max_examples=100, deadline=None)
+@given(loads(), st.integers(2, 12))
+def test_the_same_load_takes_the_same_steps_and_draws_the_same_with_overlap(load: dict, early: int) -> None:
+    first, second, other = (simulate(**load, early=early, overlap=overlap) for overlap in (True, True, False))
+    assert [s.output for s in first[0]] == [s.output for s in second[0]] == [s.output for s in other[0]]
     assert first[1].preemptions == second[1].preemptions
     assert first[2] == second[2]
 
@@ -176,6 +220,50 @@ def test_decode_steps_are_taken_in_a_row_as_far_as_blocks_reach() -> None:
     assert scheduler.preemptions == 1
 
 
+def test_a_look_is_followed_by_another_before_it_is_read() -> None:
+    scheduler = Scheduler(BlockPool(8, 4), token_budget=32, max_running=2, lookahead=4)
+    first, second, third = (Sequence(i, i, 0, (i, 1, 2), 11 + i) for i in range(3))
+    for sequence in (first, second, third):
+        scheduler.add(sequence)
+    prefill = scheduler.schedule()
+    assert scheduler.further(prefill) is None
+    scheduler.advance(prefill, {first: [7], second: [7]})
+    look = scheduler.schedule()
+    ahead = scheduler.further(look)
+    assert ahead is not None
+    assert [(chunk.sequence, chunk.start) for chunk in ahead.chunks] == [(first, 7), (second, 7)]
+    assert (look.ahead, ahead.ahead, ahead.repeats) == (False, True, 4)
+    assert (len(first.blocks), first.computed) == (3, 3)
+    # The first ends, and with it goes what it drew ahead. There is a place for the third: what is ahead is read first.
+    scheduler.advance(look, {first: [7, 8], second: [7] * 4})
+    scheduler.finish(first)
+    assert scheduler.further(ahead) is None
+    scheduler.advance(ahead, {second: [9] * 4})
+    assert first.output == [7, 7, 8]
+    assert second.output == [7] * 5 + [9] * 4
+    assert [chunk.sequence for chunk in scheduler.schedule().chunks] == [second, third]
+
+
+def test_nothing_is_begun_ahead_without_blocks_or_past_the_last_token() -> None:
+    def after_prefill(blocks: int, most: int) -> tuple[Scheduler, list[Sequence]]:
+        scheduler = Scheduler(BlockPool(blocks, 4), token_budget=32, max_running=4, lookahead=4)
+        sequences = [Sequence(i, i, 0, (i, 1, 2), most) for i in range(2)]
+        for sequence in sequences:
+            scheduler.add(sequence)
+        scheduler.advance(scheduler.schedule(), {sequence: [7] for sequence in sequences})
+        return scheduler, sequences
+
+    scheduler, sequences = after_prefill(blocks=5, most=12)
+    look = scheduler.schedule()  # 7 tokens each, 11 with another look: that takes a sixth block
+    assert look.repeats == 4
+    assert scheduler.further(look) is None
+    assert [len(sequence.blocks) for sequence in sequences] == [2, 2]
+    scheduler, sequences = after_prefill(blocks=20, most=7)
+    assert scheduler.further(look := scheduler.schedule()).repeats == 2
+    scheduler, sequences = after_prefill(blocks=20, most=5)
+    assert scheduler.further(scheduler.schedule()) is None
+
+
 def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
     pool = BlockPool(100, 4)
     scheduler = Scheduler(pool, token_budget=8, max_running=4)
@@ -185,7 +273,7 @@ def test_long_prompts_are_prefilled_in_chunks_beside_decoding() -> None:
     mixed = 0
     for _ in range(8):
         step = scheduler.schedule()
-        kinds = {chunk.sequence.arrival: chunk.count for chunk in step.chunks}
+        kinds = {chunk.sequence.arrival: chunk.length for chunk in step.chunks}
         mixed += kinds.get(0) == 1 and kinds.get(1, 0) > 1
         scheduler.advance(step, {chunk.sequence: [random.randrange(9)] for chunk in step.chunks if chunk.samples})
     assert mixed >= 4
