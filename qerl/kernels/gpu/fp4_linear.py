@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.fp4_tiles import Tiles
-from qerl.kernels.gpu.fp4_skinny import skinny_linear, skinny_plan, skinny_serves
+from qerl.kernels.gpu.fp4_skinny import MOST_ROWS, skinny_linear, skinny_plan, skinny_serves
 from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, plan_for, tiled_linear
 from qerl.kernels.gpu.fp4_wgmma import wgmma_linear, wgmma_plan, wgmma_serves
 from qerl.kernels.gpu.launch import processors
@@ -18,7 +18,6 @@ from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.gpu.swiglu import swiglu
 from qerl.kernels.low_rank import LowRank
 
-SKINNY_TO = 8  # rows up to which the skinny kernel is the fastest
 DENSE_FROM = 768  # rows from which dequantization pays
 DENSE_FROM_ON_HOPPER = 1536
 
@@ -38,9 +37,9 @@ def fp4_linear(
     rows = len(x)
     aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # as the copy engine wants it
     x = x if aligned else x.clone(memory_format=torch.contiguous_format)
-    if rows <= SKINNY_TO and (low is None or low.rank <= 128) and skinny_serves(x.device):
+    if rows <= MOST_ROWS and (low is None or low.rank <= 128) and skinny_serves(x.device):
         whole = tiles.shape[0] % 128 == 0
-        plan = skinny_plan(tiles, rows, low, paired and whole, processors(x))
+        plan = skinny_plan(tiles, low, paired and whole, processors(x))
         y = skinny_linear(x, tiles, bias, low, paired and whole, plan)
         return swiglu(y) if paired and not whole else y
     if rows < DENSE_FROM_ON_HOPPER and wgmma_serves(x.device, tiles, low):

@@ -1,4 +1,4 @@
-// y = x W^T / divisor + bias + scale (x A^T) B^T for at most 8 NB rows of x and a weight in 4 bits (fp4_tiles.py), in
+// y = x W^T / divisor + bias + scale (x A^T) B^T for at most 8 rows of x and a weight in 4 bits (fp4_tiles.py), in
 // one launch; PAIRED: the weight's halves are gate and up, and y = silu(gate) up.
 //
 // W is read once, in the order of the tensor cores' operands: a lane multiplies the very bytes it finds. A block owns
@@ -14,14 +14,14 @@
 // The grid may start before the kernel before it has ended (programmatic dependent launch): weights are fetched at
 // once, x after `griddepcontrol.wait`.
 //
-// Given by the compiler's command line: NB (1 or 2), WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no
+// Given by the compiler's command line: WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no
 // LoRA), PAIRED, BLOCKS that registers must leave room for on a multiprocessor.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 
-#define COLS (8 * NB)
+#define COLS 8 // rows of x
 #define THREADS (32 * WARPS)
 #define STAGE (576 * CHUNK) // bytes: codes, then scales
 
@@ -98,7 +98,7 @@ static __device__ __forceinline__ u32 scale_pair(u32 bytes, u32 selector) {
 
 // What a lane needs of one unit, 64 inputs of a strip: its codes, its rows' scales, and x.
 struct Unit {
-    u32 word[4], x[4 * NB][2];
+    u32 word[4], x[4][2];
     u32 s[2];
 };
 
@@ -111,44 +111,33 @@ static __device__ __forceinline__ void load(Unit &v, u32 at, int i, int lane, u3
                  : "=r"(v.s[0]), "=r"(v.s[1])
                  : "r"(at + 512 * CHUNK + i * 64 + lane / 4 * 8));
 #pragma unroll
-    for (int j = 0; j < 2 * NB; j++) // two k16 of 8 rows at a time, or one of 16
+    for (int j = 0; j < 2; j++) // two k16 at a time
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(v.x[2 * j][0]), "=r"(v.x[2 * j][1]), "=r"(v.x[2 * j + 1][0]), "=r"(v.x[2 * j + 1][1])
-                     : "r"(x_at + j * (NB == 1 ? 64 : 32)));
+                     : "r"(x_at + j * 64));
 }
 
 // Two sums, of even and of odd k16, so that products need not wait for each other.
-static __device__ __forceinline__ void multiply(float acc[2][NB][4], const Unit &v) {
+static __device__ __forceinline__ void multiply(float acc[2][4], const Unit &v) {
 #pragma unroll
     for (int q = 0; q < 4; q++) {
         u32 a[4], bytes = v.s[q / 2];
         decode(v.word[q], scale_pair(bytes, q & 1 ? 0x4242 : 0x4040), scale_pair(bytes, q & 1 ? 0x4343 : 0x4141), a);
-#pragma unroll
-        for (int j = 0; j < NB; j++) mma(acc[q % 2][j], a, v.x[NB * q + j][0], v.x[NB * q + j][1]);
+        mma(acc[q % 2], a, v.x[q][0], v.x[q][1]);
     }
 }
 
-static __device__ __forceinline__ void put(float *slot, float acc[NB][4], int lane) { // [16 rows, COLS]
+static __device__ __forceinline__ void put(float *slot, float acc[4], int lane) { // [16 rows, COLS]
 #pragma unroll
-    for (int j = 0; j < NB; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) slot[(lane / 4 + i / 2 * 8) * COLS + j * 8 + lane % 4 * 2 + i % 2] = acc[j][i];
+    for (int i = 0; i < 4; i++) slot[(lane / 4 + i / 2 * 8) * COLS + lane % 4 * 2 + i % 2] = acc[i];
 }
 
-static __device__ __forceinline__ void clear(float acc[NB][4]) {
+static __device__ __forceinline__ void put(float *slot, float acc[2][4], int lane) {
 #pragma unroll
-    for (int j = 0; j < NB; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc[j][i] = 0.f;
-}
-
-static __device__ __forceinline__ void put(float *slot, float acc[2][NB][4], int lane) {
-#pragma unroll
-    for (int j = 0; j < NB; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) acc[0][j][i] += acc[1][j][i], acc[1][j][i] = 0.f;
+    for (int i = 0; i < 4; i++) acc[0][i] += acc[1][i], acc[1][i] = 0.f;
     put(slot, acc[0], lane);
-    clear(acc[0]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) acc[0][i] = 0.f;
 }
 
 static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
@@ -166,8 +155,7 @@ static __device__ __forceinline__ int look(const int *p) {
 static __device__ void low_rank(const Args &p, int strip, int k0, int k_count, const char *xs, int x_row, float *slots,
                                 float *out) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    float acc[NB][4];
-    clear(acc);
+    float acc[4] = {};
     const u16 *rows = p.a + (u64)(strip * 16 + g) * p.k + t * 16;
     for (int tile = warp; tile < k_count; tile += WARPS) {
         int at = (k0 + tile) * 64;
@@ -180,11 +168,8 @@ static __device__ void low_rank(const Args &p, int strip, int k0, int k_count, c
 #pragma unroll
         for (int q = 0; q < 4; q++) { // lane t's inputs 16 t + 4 q ... of both operands: their order is free
             u32 a[4] = {up[2 * q], low[2 * q], up[2 * q + 1], low[2 * q + 1]};
-#pragma unroll
-            for (int j = 0; j < NB; j++) {
-                uint2 b = *(const uint2 *)(xs + (j * 8 + g) * x_row + tile * 128 + t * 32 + q * 8);
-                mma(acc[j], a, b.x, b.y);
-            }
+            uint2 b = *(const uint2 *)(xs + g * x_row + tile * 128 + t * 32 + q * 8);
+            mma(acc, a, b.x, b.y);
         }
     }
     put(slots + warp * 16 * COLS, acc, lane);
@@ -285,14 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
                  p.parts + ((u64)part * (p.strips + p.a_strips) + p.strips + i) * 16 * COLS);
 #endif
 
-    float acc[2][NB][4];
-    clear(acc[0]), clear(acc[1]);
+    float acc[2][4] = {};
     float *slot = slots + warp * p.slots * 16 * COLS;
-#if NB == 1
     const u32 x_lane = (u32)__cvta_generic_to_shared(xs) + lane % 8 * x_row + lane / 8 * 16;
-#else
-    const u32 x_lane = (u32)__cvta_generic_to_shared(xs) + (lane % 8 + lane / 16 * 8) * x_row + lane / 8 % 2 * 16;
-#endif
     int inner = u0 % max(k_count, 1), stage = 0, phase = 0;
     for (int u = u0; u < u1;) {
         const int n = min(CHUNK, min(k_count - inner, u1 - u));
@@ -324,31 +304,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
     }
     __syncthreads();
 
-    // A warp for each strip, or pair of strips; a lane has NB times four cells of its 16 x COLS.
+    // A warp for each strip, or pair of strips; a lane has four cells of its 16 x COLS.
     const u64 step = (u64)(p.strips + p.a_strips) * 16 * COLS;
     const int pairs = s1 - s0;
-    auto cells = [&](int local, float4 *sums) { // over this block's warps, in their order
-        for (int j = 0; j < NB; j++) sums[j] = make_float4(0.f, 0.f, 0.f, 0.f);
+    auto cells = [&](int local) { // over this block's warps, in their order
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
         for (int v = 0; v < WARPS; v++) {
             int f = (int)((u64)units * v / WARPS), l = (int)((u64)units * (v + 1) / WARPS);
             if (f < (local + 1) * k_count && l > local * k_count && f < l) {
                 const float4 *from_ = (const float4 *)(slots + (v * p.slots + local - first[v]) * 16 * COLS);
-#pragma unroll
-                for (int j = 0; j < NB; j++) sums[j] = sums[j] + from_[j * 32 + lane];
+                sum = sum + from_[lane];
             }
         }
+        return sum;
     };
     bool finishes = true;
     int order = -1; // of this block among those that need the counts no more
     if (p.k_parts > 1) {
         for (int local = warp; local < count; local += WARPS) {
             const int strip = strip_of(local);
-            float4 sums[NB];
-            cells(local, sums);
-#pragma unroll
-            for (int j = 0; j < NB; j++)
-                ((float4 *)(p.parts + part * step + (u64)strip * 16 * COLS))[j * 32 + lane] = sums[j];
+            ((float4 *)(p.parts + part * step + (u64)strip * 16 * COLS))[lane] = cells(local);
         }
         __threadfence();
         __syncthreads();
@@ -372,58 +348,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
         if (threadIdx.x == 0 && (RANK > 0 || p.k_parts > 1)) order = atomicAdd(p.counts + p.groups + 1, 1);
         __syncthreads();
         for (int i = warp; i < pairs; i += WARPS) {
-            float4 sums[PAIRED + 1][NB];
+            float4 sums[PAIRED + 1];
+            const int cell = lane * 4, m = cell % COLS;
 #pragma unroll
             for (int h = 0; h <= PAIRED; h++) {
-                int strip = s0 + i + h * own;
+                const int strip = s0 + i + h * own, n = strip * 16 + cell / COLS;
+                float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
                 if (p.k_parts == 1)
-                    cells(i + h * pairs, sums[h]);
+                    v = cells(i + h * pairs);
                 else
-#pragma unroll
-                    for (int j = 0; j < NB; j++) {
-                        sums[h][j] = make_float4(0.f, 0.f, 0.f, 0.f);
-                        for (int q = 0; q < p.k_parts; q++)
-                            sums[h][j] = sums[h][j] + __ldcg((const float4 *)(p.parts + q * step + (u64)strip * 16 * COLS) +
-                                                             j * 32 + lane);
-                    }
-#pragma unroll
-                for (int j = 0; j < NB; j++) {
-                    int cell = (j * 32 + lane) * 4, n = strip * 16 + cell / COLS, m = cell % COLS;
-                    float f = 128.f / p.divisor[n], bias = p.bias && n < p.n ? to_float(p.bias[n]) : 0.f;
-                    float4 v = sums[h][j];
-                    v = make_float4(v.x * f + bias, v.y * f + bias, v.z * f + bias, v.w * f + bias);
+                    for (int q = 0; q < p.k_parts; q++)
+                        v = v + __ldcg((const float4 *)(p.parts + q * step + (u64)strip * 16 * COLS) + lane);
+                const float f = 128.f / p.divisor[n], bias = p.bias && n < p.n ? to_float(p.bias[n]) : 0.f;
+                v = make_float4(v.x * f + bias, v.y * f + bias, v.z * f + bias, v.w * f + bias);
 #if RANK > 0
-                    const float *inner_ = low + p.column[n / 64] * COLS + m;
-                    const uint4 *b = (const uint4 *)(p.b + (u64)min(n, p.n - 1) * RANK);
+                const float *inner_ = low + p.column[n / 64] * COLS + m;
+                const uint4 *b = (const uint4 *)(p.b + (u64)min(n, p.n - 1) * RANK);
 #pragma unroll
-                    for (int r = 0; r < RANK; r += 8) {
-                        uint4 eight = b[r / 8];
-                        u32 two[4] = {eight.x, eight.y, eight.z, eight.w};
+                for (int r = 0; r < RANK; r += 8) {
+                    uint4 eight = b[r / 8];
+                    u32 two[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-                        for (int q = 0; q < 8; q++) {
-                            float w = __uint_as_float(q % 2 ? two[q / 2] & 0xFFFF0000u : two[q / 2] << 16);
-                            float4 l = *(const float4 *)(inner_ + (r + q) * COLS);
-                            v = make_float4(v.x + w * l.x, v.y + w * l.y, v.z + w * l.z, v.w + w * l.w);
-                        }
+                    for (int q = 0; q < 8; q++) {
+                        float w = __uint_as_float(q % 2 ? two[q / 2] & 0xFFFF0000u : two[q / 2] << 16);
+                        float4 l = *(const float4 *)(inner_ + (r + q) * COLS);
+                        v = make_float4(v.x + w * l.x, v.y + w * l.y, v.z + w * l.z, v.w + w * l.w);
                     }
-#endif
-                    sums[h][j] = v;
                 }
+#endif
+                sums[h] = v;
             }
-#pragma unroll
-            for (int j = 0; j < NB; j++) {
-                int cell = (j * 32 + lane) * 4, n = (s0 + i) * 16 + cell / COLS, m = cell % COLS;
-                float v[4] = {sums[0][j].x, sums[0][j].y, sums[0][j].z, sums[0][j].w};
+            const int n = (s0 + i) * 16 + cell / COLS;
+            float v[4] = {sums[0].x, sums[0].y, sums[0].z, sums[0].w};
 #if PAIRED
-                float up[4] = {sums[1][j].x, sums[1][j].y, sums[1][j].z, sums[1][j].w};
+            float up[4] = {sums[1].x, sums[1].y, sums[1].z, sums[1].w};
 #pragma unroll
-                for (int q = 0; q < 4; q++) v[q] = v[q] / (1.f + __expf(-v[q])) * up[q];
+            for (int q = 0; q < 4; q++) v[q] = v[q] / (1.f + __expf(-v[q])) * up[q];
 #endif
 #pragma unroll
-                for (int q = 0; q < 4; q++)
-                    if (n < p.n / (PAIRED + 1) && m + q < p.m)
-                        p.y[(u64)(m + q) * (p.n / (PAIRED + 1)) + n] = to_bf16(v[q]);
-            }
+            for (int q = 0; q < 4; q++)
+                if (n < p.n / (PAIRED + 1) && m + q < p.m) p.y[(u64)(m + q) * (p.n / (PAIRED + 1)) + n] = to_bf16(v[q]);
         }
     } else if (threadIdx.x == 0)
         order = atomicAdd(p.counts + p.groups + 1, 1);

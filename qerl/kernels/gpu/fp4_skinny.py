@@ -1,4 +1,4 @@
-"""The launch of `fp4_skinny.cu`: at most 16 rows of x, one kernel for the product, bias, LoRA and SwiGLU."""
+"""The launch of `fp4_skinny.cu`: at most 8 rows of x, one kernel for the product, bias, LoRA and SwiGLU."""
 
 import ctypes
 from ctypes import c_float, c_int, c_void_p
@@ -14,7 +14,7 @@ from qerl.kernels.gpu.cuda import Kernel, compiler_available
 from qerl.kernels.gpu.launch import zeros
 from qerl.kernels.low_rank import LowRank
 
-MOST_ROWS = 16
+MOST_ROWS = 8
 SHARED_FOR_X = 96 << 10  # bytes
 SHARED = 226 << 10  # of shared memory that a block may have on Hopper, a little left for the kernel's own
 POINTERS = ("x", "words", "scales", "divisor", "bias", "a", "b", "column", "y", "parts", "counts")
@@ -46,19 +46,18 @@ class SkinnyPlan:
 def skinny_linear(
     x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | None, paired: bool, plan: SkinnyPlan
 ) -> Tensor:
-    """x bf16 [M, K], M up to 16, rows 16-byte aligned -> bf16 [M, N]; paired: silu(first half) * second, [M, N / 2]."""
+    """x bf16 [M, K], M up to 8, rows 16-byte aligned -> bf16 [M, N]; paired: silu(first half) * second, [M, N / 2]."""
     rows, (outputs, inputs) = len(x), tiles.shape
     strips, k_tiles = tiles.words.shape[:2]
     assert rows <= MOST_ROWS, "not for so many rows"
     assert x.stride(-1) == 1, "rows of x must be contiguous"
     assert not paired or (outputs == strips * ROWS and strips % (2 * STRIPS) == 0), "halves must be whole groups of 64"
     rank, a_strips = (low.rank, len(low.a) // ROWS) if low is not None else (0, 0)
-    columns, halves = (8 if rows <= 8 else 16), (2 if paired else 1)
-    slots, slots_at, ring_at, shared = room(strips, k_tiles, columns, a_strips, paired, plan)
-    kernel = _kernel(columns // 8, rank, paired, plan, x.device)
+    slots, slots_at, ring_at, shared = room(strips, k_tiles, a_strips, paired, plan)
+    kernel = _kernel(rank, paired, plan, x.device)
     kernel.reserve_shared(shared)
-    y = x.new_empty(rows, outputs // halves)
-    parts = x.new_empty(plan.k_parts * (strips + a_strips) * ROWS * columns, dtype=torch.float32)
+    y = x.new_empty(rows, outputs // 2 if paired else outputs)
+    parts = x.new_empty(plan.k_parts * (strips + a_strips) * ROWS * MOST_ROWS, dtype=torch.float32)
     counts = zeros(x.device)
 
     def address(tensor: Tensor | None) -> int | None:
@@ -80,24 +79,24 @@ def skinny_serves(device: torch.device) -> bool:
     return compiler_available() and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def room(strips: int, k_tiles: int, columns: int, a_strips: int, paired: bool, plan: SkinnyPlan) -> tuple[int, ...]:
+def room(strips: int, k_tiles: int, a_strips: int, paired: bool, plan: SkinnyPlan) -> tuple[int, ...]:
     """Of the largest block: sums that a warp leaves, where they and the rings begin, bytes of shared memory in all."""
-    cell = 4 * ROWS * columns
+    cell = 4 * ROWS * MOST_ROWS
     most, least = -(-k_tiles // plan.k_parts), max(1, k_tiles // plan.k_parts)
     halves = 2 if paired else 1
     count = halves * (-(-(strips + 4 * a_strips) // plan.groups) // halves + 1)
     span = -(-count * most // plan.warps)
     slots = (span + least - 2) // least + 2
-    slots_at = max(columns * (most * 128 + 16), a_strips * cell)  # x, and when it is used up, x A^T
+    slots_at = max(MOST_ROWS * (most * 128 + 16), a_strips * cell)  # x, and when it is used up, x A^T
     ring_at = -(-(slots_at + plan.warps * slots * cell) // 128) * 128
     return slots, slots_at, ring_at, ring_at + plan.warps * plan.stages * (576 * plan.chunk + 8) + 8
 
 
-def skinny_plan(tiles: Tiles, rows: int, low: LowRank | None, paired: bool, processors: int) -> SkinnyPlan:
+def skinny_plan(tiles: Tiles, low: LowRank | None, paired: bool, processors: int) -> SkinnyPlan:
     """One block for each multiprocessor; K cut only as far as x must fit, or strips divide more evenly."""
     strips, k_tiles = tiles.words.shape[:2]
-    columns, a_strips = (8 if rows <= 8 else 16), (len(low.a) // ROWS if low is not None else 0)
-    fits = -(-k_tiles * INPUTS * 2 * columns // SHARED_FOR_X)
+    a_strips = len(low.a) // ROWS if low is not None else 0
+    fits = -(-k_tiles * INPUTS * 2 * MOST_ROWS // SHARED_FOR_X)
     largest = max(fits, min(k_tiles, 8))
 
     def longest(parts: int) -> float:  # the longest block's work; a cut costs a little
@@ -108,13 +107,13 @@ def skinny_plan(tiles: Tiles, rows: int, low: LowRank | None, paired: bool, proc
     best = (12, 4, 4) if strips < 3 * processors else (16, 2, 4)  # on an H200
     for warps, stages, chunk in (best, (16, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1)):
         plan = SkinnyPlan(parts, groups, warps, stages, chunk, blocks=1)
-        if room(strips, k_tiles, columns, a_strips, paired, plan)[-1] <= SHARED:
+        if room(strips, k_tiles, a_strips, paired, plan)[-1] <= SHARED:
             return plan
     raise ValueError(f"A weight of {tiles.shape[0]} x {tiles.shape[1]} does not fit the kernel for few rows.")
 
 
 @cache
-def _kernel(nb: int, rank: int, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
-    defines = {"NB": nb, "RANK": rank, "PAIRED": int(paired), "WARPS": plan.warps, "STAGES": plan.stages}
+def _kernel(rank: int, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
+    defines = {"RANK": rank, "PAIRED": int(paired), "WARPS": plan.warps, "STAGES": plan.stages}
     defines |= {"CHUNK": plan.chunk, "BLOCKS": plan.blocks}
     return Kernel(Path(__file__).with_name("fp4_skinny.cu"), "skinny", defines, device)
