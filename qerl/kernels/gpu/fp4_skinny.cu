@@ -78,18 +78,22 @@ static __device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-static __device__ __forceinline__ u32 times(u32 v, u32 s) { // bf16 pairs; v s + (-0)
+// A bf16 pair times the pair's first or second scale, + (-0).
+template <int HALF> static __device__ __forceinline__ u32 times(u32 v, u32 s) {
     u32 out;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(v), "r"(s), "r"(0x80008000u));
+    asm("{\n .reg .b16 s<2>;\n .reg .b32 both;\n mov.b32 {s0, s1}, %2;\n mov.b32 both, {s%4, s%4};\n"
+        " fma.rn.bf16x2 %0, %1, both, %3;\n}"
+        : "=r"(out)
+        : "r"(v), "r"(s), "r"(0x80008000u), "n"(HALF));
     return out;
 }
 
-// A word and its rows' scales (bf16 pairs) -> the left operand of one m16k16 product.
-static __device__ __forceinline__ void decode(u32 word, u32 upper, u32 lower, u32 *a) {
-    a[0] = times(word & 0x81C081C0u, upper);
-    a[1] = times(word << 3 & 0x81C081C0u, lower);
-    a[2] = times(word << 6 & 0x81C081C0u, upper);
-    a[3] = times((word << 1 & 0x80008000u) | (word >> 3 & 0x01800180u) | (word >> 7 & 0x00400040u), lower);
+// A word and its two rows' scales (bf16) -> the left operand of one m16k16 product.
+static __device__ __forceinline__ void decode(u32 word, u32 scales, u32 *a) {
+    a[0] = times<0>(word & 0x81C081C0u, scales);
+    a[1] = times<1>(word << 3 & 0x81C081C0u, scales);
+    a[2] = times<0>(word << 6 & 0x81C081C0u, scales);
+    a[3] = times<1>((word << 1 & 0x80008000u) | (word >> 3 & 0x01800180u) | (word >> 7 & 0x00400040u), scales);
 }
 
 static __device__ __forceinline__ u32 scale_pair(u32 bytes, u32 selector) {
@@ -122,7 +126,7 @@ static __device__ __forceinline__ void multiply(float acc[2][4], const Unit &v) 
 #pragma unroll
     for (int q = 0; q < 4; q++) {
         u32 a[4], bytes = v.s[q / 2];
-        decode(v.word[q], scale_pair(bytes, q & 1 ? 0x4242 : 0x4040), scale_pair(bytes, q & 1 ? 0x4343 : 0x4141), a);
+        decode(v.word[q], scale_pair(bytes, q & 1 ? 0x4342 : 0x4140), a);
         mma(acc[q % 2], a, v.x[q][0], v.x[q][1]);
     }
 }

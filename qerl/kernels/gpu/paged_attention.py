@@ -136,14 +136,16 @@ def paged_attention(
         assert counters.numel() >= sequences * g, "too few counters"
     key_scales, value_scales = (None, None) if scales_2PG is None else scales_2PG
     narrow = q_SHd.is_cuda and q_SHd.dtype != torch.float32
-    # Half of the stages go to the table's entries: with 5, two tiles are under way while one is computed.
-    stages = (5 if width <= 128 else 3) if narrow else 1
+    # Half of the stages go to the table's entries: with 5, two tiles are under way while one is computed. Where
+    # programs have the GPU to themselves, more of each is under way; where they queue, more of them fit.
+    few = sequences * g * splits <= PROGRAMS * processors(q_SHd)
+    stages = (5 if few and width <= 128 else 3) if narrow else 1
     _attend[(sequences, g, splits)](
         q_SHd, keys_PGd, values_PGd, key_scales, value_scales, table_SB, position_S, out, partial, stats, counters,
         math.log2(math.e) / math.sqrt(d), window or 0, table_SB.stride(0), position_S.stride(0),
         G=g, GROUP=h // g, D=d, BLOCK_SIZE=block_size, WINDOWED=window is not None, SPLIT=splits > 1,
         ROWS=rows, WIDTH=width, TILE=TILE, MOST=MOST_SPLITS, WIDE=not narrow, FP8=scales_2PG is not None,
-        num_warps=4, num_stages=stages, **early(q_SHd),
+        num_warps=8 if few and narrow else 4, num_stages=stages, **early(q_SHd),
     )  # fmt: skip
     return out
 
