@@ -19,6 +19,16 @@ MOST_SPLITS = 32
 PROGRAMS = 2  # wanted on each processor
 
 
+@triton.jit
+def _left(partial, stats, base, i, shares, top, at_part, in_q, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The weighted values that share i has left, as they count beside the highest peak; 0 where there is no share i."""
+    row = tl.arange(0, ROWS)
+    there = row * 0 + i < shares
+    height = tl.load(stats + (base + i) * 2 * ROWS + row, mask=there, other=float("-inf"), cache_modifier=".cg")
+    at = partial + (base + i) * ROWS * WIDTH + at_part
+    return tl.exp2(height - top)[:, None] * tl.load(at, mask=in_q & there[:, None], other=0.0, cache_modifier=".cg")
+
+
 @triton.jit(do_not_specialize=["table_stride", "position_stride", "window"])
 def _attend(
     q, keys, values, key_scales, value_scales, table, position, out, partial, stats, counters,
@@ -98,10 +108,12 @@ def _attend(
             top = tl.max(peaks, 0)
             total = tl.sum(tl.exp2(peaks - top[None, :]) * masses, 0)
             whole = tl.zeros([ROWS, WIDTH], tl.float32)
-            for i in range(0, shares):
-                height = tl.load(stats + (base + i) * 2 * ROWS + row, cache_modifier=".cg")
-                part = partial + (base + i) * ROWS * WIDTH + at_part
-                whole += tl.exp2(height - top)[:, None] * tl.load(part, mask=in_q, other=0.0, cache_modifier=".cg")
+            for i in range(0, shares, 4):  # four are on their way at once
+                a = _left(partial, stats, base, i, shares, top, at_part, in_q, ROWS, WIDTH)
+                b = _left(partial, stats, base, i + 1, shares, top, at_part, in_q, ROWS, WIDTH)
+                c = _left(partial, stats, base, i + 2, shares, top, at_part, in_q, ROWS, WIDTH)
+                d = _left(partial, stats, base, i + 3, shares, top, at_part, in_q, ROWS, WIDTH)
+                whole += a + b + c + d
             tl.store(out + at_q, (whole / total[:, None]).to(out.dtype.element_ty), mask=in_q)
             tl.store(counters + pair, 0)
 
