@@ -116,12 +116,7 @@ def skinny_plan(tiles: Tiles, low: LowRank | None, processors: int) -> SkinnyPla
 
 @cache
 def _kernel(rank: int, interleaved: bool, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
-    defines = {
-        "RANK": rank,
-        "INTERLEAVED": int(interleaved),
-        "PAIRED": int(paired),
-        "WARPS": plan.warps,
-        "STAGES": plan.stages,
-    }
+    defines = {"RANK": rank, "PAIRED": int(paired), "WARPS": plan.warps, "STAGES": plan.stages}
+    defines |= {"INTERLEAVED": int(interleaved)}
     defines |= {"CHUNK": plan.chunk, "BLOCKS": plan.blocks}
     return Kernel(Path(__file__).with_name("fp4_skinny.cu"), "skinny", defines, device)
