@@ -3,13 +3,14 @@ without LoRA; NF4 against bitsandbytes too, where it is installed. Weights rotat
 cache, as the layers of a model do."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qerl.bench.replay import floor, microseconds
-from qerl.kernels.fp4_tiles import Tiles, tile
+from qerl.kernels.fp4_tiles import tile
 from qerl.kernels.low_rank import LowRank, low_rank_buffers
 from qerl.kernels.nf4_tiles import Nf4Tiles, tile_nf4
 from qerl.model.shapes import Shape, shape_named
@@ -38,7 +39,10 @@ def measure(
         say(f"{shape} {layer} as {format} ...")
         outputs, paired = sum(sizes), layer == "gate_up"
         copies = min(MOST_COPIES, max(2, -(-COPIES_OF // int(outputs * inputs * BYTES))))
-        weights, theirs = (_nf4 if format == "nf4" else _nvfp4)(outputs, inputs, copies, device)
+        if format == "nf4":
+            weights, theirs = _nf4(outputs, inputs, copies, device)
+        else:
+            weights, theirs = _nvfp4(outputs, inputs, paired, copies, device), []
         dense = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device) for _ in range(3)]
         low = [low_rank_buffers(sizes, inputs, rank, 2.0, torch.bfloat16, device) for _ in weights]
         for count in rows:
@@ -69,13 +73,13 @@ def layers(shape: Shape) -> dict[str, tuple[tuple[int, ...], int]]:
     }
 
 
-def _nvfp4(outputs: int, inputs: int, copies: int, device: torch.device) -> tuple[list[Linear], list[Any]]:
+def _nvfp4(outputs: int, inputs: int, paired: bool, copies: int, device: torch.device) -> list[Linear]:
     from qerl.kernels.gpu.fp4_linear import fp4_linear
 
-    one = tile([nvfp4.quantize(torch.randn(outputs, inputs, device=device))])
+    one = tile([nvfp4.quantize(torch.randn(outputs, inputs, device=device))], paired)
     assert one is not None
-    tiles = [Tiles(one.words.clone(), one.scales.clone(), one.divisor_N, one.shape) for _ in range(copies)]
-    return [lambda x, low, paired, t=t: fp4_linear(x, t, None, low, paired) for t in tiles], []  # type: ignore[misc]
+    tiles = [replace(one, words=one.words.clone(), scales=one.scales.clone()) for _ in range(copies)]
+    return [lambda x, low, joined, t=t: fp4_linear(x, t, None, low, joined) for t in tiles]  # type: ignore[misc]
 
 
 def _nf4(outputs: int, inputs: int, copies: int, device: torch.device) -> tuple[list[Linear], list[Any]]:

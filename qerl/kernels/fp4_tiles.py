@@ -16,6 +16,9 @@ pairs j = (row half) + 2 (input half), placed so that a shift and a mask make a 
 Scales become a byte each, 5 bits of exponent and 3 of mantissa: bf16 bits 0x7000 | byte << 4 are the scale times 2^119.
 Code times scale is then exact in bf16, times 2^-7. What is left of the scale, one number a row, divides the sum.
 MXFP4 has its scale of 32 inputs twice, relative to the largest of the matrix.
+
+Gate and up are interleaved: strip s holds rows 8s to 8s + 7 of gate, then the same of up. Whoever has rows g and g + 8
+of a strip, as the tensor cores leave sums, has both that make one output of SwiGLU.
 """
 
 from collections.abc import Sequence
@@ -42,12 +45,16 @@ class Tiles:
 
     words: Tensor  # int32 [strips, K/64, 8 g, 4 t, 4 k16]
     scales: Tensor  # int32 [strips, K/64, 8 g, 2]: bytes (row g, row g + 8) of an even k16, then of an odd one
-    divisor_N: Tensor  # float32 [rows, padding included]: what each row's sum is divided by
+    divisor_N: Tensor  # float32 [rows, padding included]: what each row's sum is divided by; in the strips' order
     shape: tuple[int, int]  # N, K without padding
+    interleaved: bool = False  # gate and up, eight rows of each by turns; then there is no padding of rows
 
 
-def tile(parts: Sequence[NVFP4 | MXFP4]) -> Tiles | None:
-    """The parts, fused along N. None where scales of MXFP4 lie further apart than a byte can tell."""
+def tile(parts: Sequence[NVFP4 | MXFP4], paired: bool = False) -> Tiles | None:
+    """The parts, fused along N. None where scales of MXFP4 lie further apart than a byte can tell.
+
+    paired: the halves of the rows are gate and up, to be interleaved if they are multiples of 64, as kernels work.
+    """
     inputs = parts[0].shape[1]
     found = [_relative_scales(part) for part in parts]
     if any(scales is None for scales, _ in found):
@@ -55,6 +62,10 @@ def tile(parts: Sequence[NVFP4 | MXFP4]) -> Tiles | None:
     scales_NB = torch.cat([scales for scales, _ in found if scales is not None])
     divisor_N = torch.cat([divisor.expand(part.shape[0]) for part, (_, divisor) in zip(parts, found, strict=True)])
     packed = torch.cat([part.packed for part in parts])
+    outputs = len(packed)
+    interleaved = paired and outputs % (2 * ROWS * STRIPS) == 0
+    if interleaved:
+        packed, scales_NB, divisor_N = (_interleave(rows) for rows in (packed, scales_NB, divisor_N))
     rows, columns = -len(packed) % (ROWS * STRIPS), -inputs % INPUTS
     packed = F.pad(packed, (0, columns // 2, 0, rows))
     scales_NB = F.pad(scales_NB, (0, columns // 16, 0, rows))
@@ -67,7 +78,7 @@ def tile(parts: Sequence[NVFP4 | MXFP4]) -> Tiles | None:
         at = slice(start * ROWS, end * ROWS)
         codes = e2m1.unpack(packed[at]).masked_fill_((scales_NB[at] == 0).repeat_interleave(16, 1), 0)
         words[start:end] = _words(codes)
-    return Tiles(words, _scale_words(scales_NB), divisor_N.contiguous(), (sum(p.shape[0] for p in parts), inputs))
+    return Tiles(words, _scale_words(scales_NB), divisor_N.contiguous(), (outputs, inputs), interleaved)
 
 
 def at_a_time(weights: int) -> int:
@@ -75,20 +86,32 @@ def at_a_time(weights: int) -> int:
     return min(MOST, max(LEAST, weights // 16))
 
 
-def untile(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [N, K] and the scales' bytes uint8 [N, K/16]: what was tiled, without the padding."""
+def untile(tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [N, K], the scales' bytes uint8 [N, K/16] and divisors [N]: what was tiled, without the padding."""
     words, rows = tiles.words, tiles.words.shape[0] * ROWS
     pairs = [_field(words, j, half) for j in range(4) for half in range(2)]
     codes = torch.stack(pairs, -1).view(*words.shape, 2, 2, 2)  # strip, tile, g, t, k16, input half, row half, k0
     codes_NK = codes.permute(0, 6, 2, 1, 4, 5, 3, 7).reshape(rows, -1)
     bytes_ = torch.stack([(tiles.scales >> shift & 255).to(torch.uint8) for shift in (0, 8, 16, 24)], -1)
     scales_NB = bytes_.view(*tiles.scales.shape, 2, 2).permute(0, 5, 2, 1, 3, 4).reshape(rows, -1)
-    return codes_NK[: tiles.shape[0], : tiles.shape[1]], scales_NB[: tiles.shape[0], : tiles.shape[1] // 16]
+    found = codes_NK[:, : tiles.shape[1]], scales_NB[:, : tiles.shape[1] // 16], tiles.divisor_N
+    codes, scales, divisor = (_take_apart(rows) if tiles.interleaved else rows[: tiles.shape[0]] for rows in found)
+    return codes, scales, divisor
 
 
 def decode_scales(scales: Tensor) -> Tensor:
     """The scales' bytes -> float32; the byte 0 stands for a block of zeros."""
     return (0x70000000 | scales.to(torch.int32) << 20).view(torch.float32) * 2.0**-119
+
+
+def _interleave(rows: Tensor) -> Tensor:
+    """[N, ...]: eight rows of the first half, eight of the second, and so on."""
+    return rows.view(2, -1, ROWS // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+
+def _take_apart(rows: Tensor) -> Tensor:
+    """The inverse."""
+    return rows.reshape(-1, 2, ROWS // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
 
 
 def _relative_scales(part: NVFP4 | MXFP4) -> tuple[Tensor | None, Tensor]:

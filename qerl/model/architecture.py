@@ -11,7 +11,8 @@ from typing import Any
 SUPPORTED = {"qwen2": "Qwen2 and Qwen2.5", "qwen3": "Qwen3", "llama": "Llama 3.x (and SmolLM2)", "mistral": "Mistral"}
 
 QKV = ("q_proj", "k_proj", "v_proj")
-PROJECTIONS = (*QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
+GATE_UP = ("gate_proj", "up_proj")
+PROJECTIONS = (*QKV, "o_proj", *GATE_UP, "down_proj")
 
 
 @dataclass(frozen=True)

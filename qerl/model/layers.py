@@ -66,7 +66,7 @@ class QuantizedWeight(nn.Module):
     """Frozen matrices in 4 bits, fused along N; each part keeps its own scales, and may be dense (an ignored layer).
 
     On a CPU, which has no kernel for 4 bits, a dequantized copy is kept. On a GPU with bf16 activations the parts are
-    laid out for the kernels instead. scratch: where it is dequantized for training.
+    laid out for the kernels instead. scratch: where it is dequantized for training. paired: the parts are gate and up.
     """
 
     def __init__(
@@ -75,11 +75,12 @@ class QuantizedWeight(nn.Module):
         dtype: torch.dtype,
         keep_copy: bool,
         scratch: Scratch | None = None,
+        paired: bool = False,
     ) -> None:
         super().__init__()
         self.scratch = scratch or Scratch()
         self.parts = parts
-        self.tiles = _tiles(parts) if not keep_copy and dtype == torch.bfloat16 else None
+        self.tiles = _tiles(parts, paired) if not keep_copy and dtype == torch.bfloat16 else None
         if self.tiles is not None:
             self.parts = []
         self.kept = self.dense(dtype) if keep_copy else None
@@ -123,7 +124,7 @@ def _first_tensor(part: Quantized | Tensor) -> Tensor:
     return part if isinstance(part, Tensor) else part.packed
 
 
-def _tiles(parts: list[Quantized | Tensor]) -> Tiles | Nf4Tiles | None:
+def _tiles(parts: list[Quantized | Tensor], paired: bool) -> Tiles | Nf4Tiles | None:
     """None where the kernels do not serve: 16-bit parts, two formats, NF4 blocks that straddle rows, no GPU."""
     normal = [part for part in parts if isinstance(part, NF4)]
     if len(normal) == len(parts) and all(part.packed.is_cuda for part in normal):
@@ -131,7 +132,7 @@ def _tiles(parts: list[Quantized | Tensor]) -> Tiles | Nf4Tiles | None:
     for kind in (NVFP4, MXFP4):
         found = [part for part in parts if isinstance(part, kind)]
         if len(found) == len(parts) and all(part.packed.is_cuda for part in found):
-            return tile(found)
+            return tile(found, paired)
     return None
 
 

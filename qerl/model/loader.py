@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qerl.device import resolve_device
 from qerl.kernels.quant_linear import Scratch
-from qerl.model.architecture import PROJECTIONS, QKV, Architecture, architecture_of
+from qerl.model.architecture import GATE_UP, PROJECTIONS, QKV, Architecture, architecture_of
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Attention, Block, DenseWeight, Mlp, Projection, QuantizedWeight, RMSNorm, Weight
 from qerl.model.random_checkpoint import BLOCK_SCALE, CODES_STD, STD
@@ -161,7 +161,7 @@ def build(arch: Architecture, source: Source, dtype: torch.dtype, device: torch.
         attention = Attention(
             arch, i, projection(f"{at}.self_attn", QKV), projection(f"{at}.self_attn", ("o_proj",)), *heads
         )
-        mlp = Mlp(projection(f"{at}.mlp", ("gate_proj", "up_proj")), projection(f"{at}.mlp", ("down_proj",)))
+        mlp = Mlp(projection(f"{at}.mlp", GATE_UP), projection(f"{at}.mlp", ("down_proj",)))
         return Block(norm(f"{at}.input_layernorm", True), attention, norm(f"{at}.post_attention_layernorm", True), mlp)
 
     embedding = source.table("model.embed_tokens.weight")
@@ -185,7 +185,8 @@ class CheckpointSource(Source):
         shapes = [_matrix_shape(self.arch, module) for module in modules]
         if any(module in self.quantized for module in modules):
             parts = [self._part(module, shape) for module, shape in zip(modules, shapes, strict=True)]
-            return QuantizedWeight(parts, self.dtype, self.device.type == "cpu", self.scratch)
+            on_cpu, paired = self.device.type == "cpu", _names(modules) == GATE_UP
+            return QuantizedWeight(parts, self.dtype, on_cpu, self.scratch, paired)
         value = torch.empty(sum(n for n, _ in shapes), shapes[0][1], dtype=self.dtype, device=self.device)
         start = 0
         for module, (rows, _) in zip(modules, shapes, strict=True):
@@ -235,6 +236,11 @@ def _matrix_shape(arch: Architecture, module: str) -> tuple[int, int]:
     return arch.outputs(last), arch.inputs(last)
 
 
+def _names(modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the projections, without the places of their blocks."""
+    return tuple(module.rpartition(".")[2] for module in modules)
+
+
 def _vector_size(arch: Architecture, name: str) -> int:
     if name.endswith(".bias"):
         return arch.outputs(name.split(".")[-2])
@@ -256,7 +262,7 @@ class RandomSource(Source):
     def matrix(self, modules: tuple[str, ...]) -> Weight:
         if self.made is None:
             return self._made(modules)
-        kind = tuple(module.rpartition(".")[2] for module in modules)
+        kind = _names(modules)
         if kind in self.made:
             return copy.deepcopy(self.made[kind], {id(self.scratch): self.scratch})  # of which there is one
         return self.made.setdefault(kind, self._made(modules))
@@ -266,7 +272,8 @@ class RandomSource(Source):
         if self.base == "bf16":
             return DenseWeight(self._normal((sum(n for n, _ in shapes), shapes[0][1])))
         parts: list[Quantized | Tensor] = [self._quantized(n, k) for n, k in shapes]
-        return QuantizedWeight(parts, self.dtype, self.device.type == "cpu", self.scratch)
+        on_cpu, paired = self.device.type == "cpu", _names(modules) == GATE_UP
+        return QuantizedWeight(parts, self.dtype, on_cpu, self.scratch, paired)
 
     def table(self, name: str) -> DenseWeight:
         return DenseWeight(self._normal((self.arch.vocab, self.arch.hidden)))

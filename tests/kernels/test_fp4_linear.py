@@ -27,6 +27,7 @@ DTYPE = torch.bfloat16 if ON_GPU else torch.float32
 # N of the parts, K, rank: odd ones, and those of Qwen2.5 0.5B and 7B.
 ODD = [((60,), 80, 8), ((128, 64, 64), 192, 16), ((320,), 208, 64), ((128, 128), 256, 16)]
 REAL = [((896, 128, 128), 896, 32), ((4864, 4864), 896, 32), ((896,), 4864, 128), ((3584, 512, 512), 3584, 32)]
+GATE_UP = [((64, 64), 192, 16), ((192, 192), 128, 32), pytest.param((4864, 4864), 896, 32, marks=pytest.mark.gpu)]
 SHAPES = [*ODD, *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in REAL)]
 
 
@@ -39,12 +40,14 @@ class Case:
     bias: Tensor
     low: LowRank
 
-    def judged(self, run: Callable[[Tensor], Tensor], rows: int, gated: bool = False) -> None:
+    def judged(self, run: Callable[[Tensor], Tensor], rows: int, gated: bool = False, lora: bool = True) -> None:
         x = normal(rows, self.exact_NK.shape[1], seed=rows, dtype=DTYPE)
         low = self.low
         wide = replace(low, a=low.a.float(), b=low.b.float())
-        exact = x.float() @ self.exact_NK.t() + self.bias.float() + low_rank_reference(x.float(), wide)
-        plain = F.linear(x, self.exact_NK.to(DTYPE), self.bias) + low_rank_reference(x, low)
+        exact = x.float() @ self.exact_NK.t() + self.bias.float()
+        plain = F.linear(x, self.exact_NK.to(DTYPE), self.bias)
+        if lora:
+            exact, plain = exact + low_rank_reference(x.float(), wide), plain + low_rank_reference(x, low)
         if gated:
             exact, plain = (F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] for y in (exact, plain))
         ours = run(x)
@@ -52,11 +55,11 @@ class Case:
         assert torch.equal(run(x), ours), "the same call must give the same bits"
 
 
-def case(sizes: tuple[int, ...], inputs: int, rank: int, form: str = "nvfp4") -> Case:
+def case(sizes: tuple[int, ...], inputs: int, rank: int, form: str = "nvfp4", paired: bool = False) -> Case:
     formats = {"nvfp4": nvfp4, "mxfp4": mxfp4}
     weights = [normal(n, inputs, seed=i) * inputs**-0.5 * (i + 1) for i, n in enumerate(sizes)]
     parts = [formats[form].quantize(weight) for weight in weights]
-    tiles = tile(parts)
+    tiles = tile(parts, paired)
     assert tiles is not None
     exact = torch.cat([formats[form].dequantize(part) for part in parts])
     low = low_rank_buffers(sizes, inputs, rank, 2.0, DTYPE, exact.device)
@@ -89,6 +92,18 @@ def test_the_tiled_kernel(sizes: tuple[int, ...], inputs: int, rank: int, plan: 
         one.judged(lambda x: tiled_linear(x, one.tiles, one.bias, one.low, plan), rows)
 
 
+@pytest.mark.parametrize("plan", [*PLANS[:2], PLANS[3]])
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), GATE_UP)
+def test_the_tiled_kernel_puts_gate_and_up_in_their_places(
+    sizes: tuple[int, ...], inputs: int, rank: int, plan: Plan
+) -> None:
+    one = case(sizes, inputs, rank, paired=True)
+    assert one.tiles.interleaved
+    for rows in (19,) if not ON_GPU else (1, 33, 300):
+        one.judged(lambda x: tiled_linear(x, one.tiles, one.bias, one.low, plan), rows)
+        one.judged(lambda x: tiled_linear(x, one.tiles, one.bias, None, plan), rows, lora=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize(("sizes", "inputs", "rank"), [shape for shape in [*ODD, *REAL] if shape[1] % 32 == 0])
@@ -98,6 +113,22 @@ def test_what_is_chosen_by_itself(sizes: tuple[int, ...], inputs: int, rank: int
         one.judged(lambda x: public.fp4_linear(x, one.tiles, one.bias, one.low), rows)
         if len(sizes) == 2:
             one.judged(lambda x: public.fp4_linear(x, one.tiles, one.bias, one.low, paired=True), rows, gated=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), [*GATE_UP, ((32, 32), 128, 16), ((96, 96), 80, 16)])
+def test_gate_and_up_are_joined(sizes: tuple[int, ...], inputs: int, rank: int, form: str) -> None:
+    if form == "mxfp4" and inputs % 32:
+        pytest.skip("blocks of 32")
+    one = case(sizes, inputs, rank, form, paired=True)
+    assert one.tiles.interleaved == (sizes[0] % 64 == 0)
+    whole = sizes[0] % 64 == 0  # LoRA is laid out for kernels only then
+    low = one.low if whole else None
+    for rows in (1, 7, 8, 9, 17, 65, 131, 200, 333, 1501, 1600):
+        for gated in (True, False):
+            one.judged(lambda x, g=gated: public.fp4_linear(x, one.tiles, one.bias, low, g), rows, gated, whole)
+            one.judged(lambda x, g=gated: public.fp4_linear(x, one.tiles, one.bias, None, g), rows, gated, False)
 
 
 @pytest.mark.gpu
@@ -116,6 +147,21 @@ def test_the_skinny_kernel(
         one.judged(lambda x, plan=plan: skinny_linear(x, one.tiles, one.bias, one.low, False, plan), rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("k_parts", [1, 2])
+@pytest.mark.parametrize("cut", [(8, 4, 2), (16, 2, 4), (4, 3, 1)])
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), [*GATE_UP, ((128, 128), 208, 128)])
+def test_the_skinny_kernel_joins_gate_and_up(
+    sizes: tuple[int, ...], inputs: int, rank: int, k_parts: int, cut: tuple[int, int, int]
+) -> None:
+    one = case(sizes, inputs, rank, paired=True)
+    plan = SkinnyPlan(k_parts, 132 // k_parts, *cut, blocks=1)
+    for rows in (1, 7, 8):
+        for gated in (True, False):
+            one.judged(lambda x, g=gated: skinny_linear(x, one.tiles, one.bias, one.low, g, plan), rows, gated)
+            one.judged(lambda x, g=gated: skinny_linear(x, one.tiles, one.bias, None, g, plan), rows, gated, False)
+
+
 WGMMA_PLANS = sorted(
     {wgmma_plan(*weight, rows) for weight in ((224, 56), (2368, 56), (224, 296)) for rows in range(9, 300)}, key=str
 )
@@ -127,7 +173,18 @@ WGMMA_PLANS = sorted(
 def test_the_wgmma_kernel(sizes: tuple[int, ...], inputs: int, rank: int, plan: WgmmaPlan) -> None:
     one = case(sizes, inputs, rank)
     for rows in (1, plan.bm - 3, plan.bm, 2 * plan.bm + 1, 700):
-        one.judged(lambda x: wgmma_linear(x, one.tiles, one.bias, one.low, plan), rows)
+        one.judged(lambda x: wgmma_linear(x, one.tiles, one.bias, one.low, False, plan), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", WGMMA_PLANS, ids=str)
+@pytest.mark.parametrize(("sizes", "inputs", "rank"), [*GATE_UP, ((128, 128), 320, 128)])
+def test_the_wgmma_kernel_joins_gate_and_up(sizes: tuple[int, ...], inputs: int, rank: int, plan: WgmmaPlan) -> None:
+    one = case(sizes, inputs, rank, paired=True)
+    for rows in (1, plan.bm - 3, 2 * plan.bm + 1, 701):
+        for gated in (True, False):
+            one.judged(lambda x, g=gated: wgmma_linear(x, one.tiles, one.bias, one.low, g, plan), rows, gated)
+            one.judged(lambda x, g=gated: wgmma_linear(x, one.tiles, one.bias, None, g, plan), rows, gated, False)
 
 
 @pytest.mark.gpu
@@ -151,21 +208,25 @@ def test_what_a_plan_takes_is_there_on_hopper(plan: WgmmaPlan) -> None:
 @pytest.mark.parametrize("name", sorted(SHAPE_NAMES))
 @pytest.mark.parametrize("rank", [0, 16, 128])
 def test_every_public_model_fits_the_skinny_kernel(name: str, rank: int) -> None:
-    for layer, (sizes, inputs) in layers(shape_named(name)).items():
+    for sizes, inputs in layers(shape_named(name)).values():
         strips, k_tiles = -(-sum(sizes) // 64) * 4, -(-inputs // 64)
         tiles = Tiles(torch.empty(strips, k_tiles, 0), torch.empty(0), torch.empty(0), (sum(sizes), inputs))
         low = low_rank_buffers(sizes, 1, rank, 1.0, torch.float32, torch.device("cpu")) if rank else None
-        plan = skinny_plan(tiles, low, layer == "gate_up", 132)
+        plan = skinny_plan(tiles, low, 132)
         a_strips = len(low.a) // 16 if low is not None else 0
-        *_, shared = room(strips, k_tiles, a_strips, layer == "gate_up", plan)
+        *_, shared = room(strips, k_tiles, a_strips, plan)
         assert shared <= 227 << 10
         assert plan.k_parts * plan.groups <= 132, "all blocks must be resident at once"
         assert plan.k_parts <= k_tiles
 
 
-@pytest.mark.parametrize(("sizes", "inputs", "rank"), SHAPES)
-def test_dequantized_as_the_format_says(sizes: tuple[int, ...], inputs: int, rank: int) -> None:
-    one = case(sizes, inputs, rank)
+@pytest.mark.parametrize(
+    ("sizes", "inputs", "rank", "paired"),
+    [pytest.param(*shape, False, marks=[pytest.mark.gpu] if shape in REAL else []) for shape in [*ODD, *REAL]]
+    + [((64, 64), 80, 16, True), ((192, 192), 128, 16, True)],
+)
+def test_dequantized_as_the_format_says(sizes: tuple[int, ...], inputs: int, rank: int, paired: bool) -> None:
+    one = case(sizes, inputs, rank, paired=paired)
     found = dequantize_tiles(one.tiles)
     if ON_GPU:
         assert torch.equal(found, one.exact_NK.bfloat16())

@@ -83,6 +83,9 @@ def test_quantized_logits_are_those_of_the_dequantized_weights(
                 model.get_submodule(module).weight.copy_(weight)
     exact, theirs = (their_log_probs(models[dtype], SEQUENCES) for dtype in (torch.float32, torch.bfloat16))
     ours = load(str(tmp_path / "q"), base=base, device="cuda")
+    if base != "nf4":
+        weights = {"gate_up": ours.blocks[0].mlp.gate_up.weight, "qkv": ours.blocks[0].attention.qkv.weight}
+        assert {name: weight.tiles.interleaved for name, weight in weights.items()} == {"gate_up": True, "qkv": False}
     judge_bf16(log_probs(ours, SEQUENCES), theirs, exact, record_property)
 
 

@@ -34,18 +34,16 @@ def fp4_linear(
     x: Tensor, tiles: Tiles, bias: Tensor | None = None, low: LowRank | None = None, paired: bool = False
 ) -> Tensor:
     """x bf16 [M, K] -> bf16 [M, N]; paired: silu(first half) * second half, [M, N / 2]."""
-    rows = len(x)
+    rows, joined = len(x), paired and tiles.interleaved  # joined: in the product's own launch, on Hopper
     aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # as the copy engine wants it
     x = x if aligned else x.clone(memory_format=torch.contiguous_format)
     if rows <= MOST_ROWS and (low is None or low.rank <= 128) and skinny_serves(x.device):
-        whole = tiles.shape[0] % 128 == 0
-        plan = skinny_plan(tiles, low, paired and whole, processors(x))
-        y = skinny_linear(x, tiles, bias, low, paired and whole, plan)
-        return swiglu(y) if paired and not whole else y
+        y = skinny_linear(x, tiles, bias, low, joined, skinny_plan(tiles, low, processors(x)))
+        return swiglu(y) if paired and not joined else y
     if rows < DENSE_FROM_ON_HOPPER and wgmma_serves(x.device, tiles, low):
-        y = wgmma_linear(x, tiles, bias, low, wgmma_plan(len(tiles.words), tiles.words.shape[1], rows))
-    elif rows < DENSE_FROM:
-        y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))
-    else:
+        y = wgmma_linear(x, tiles, bias, low, joined, wgmma_plan(len(tiles.words), tiles.words.shape[1], rows))
+        return swiglu(y) if paired and not joined else y
+    if rows >= DENSE_FROM:
         return dense_linear(x, dequantize_tiles(tiles), bias, low, paired)
+    y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))
     return swiglu(y) if paired else y

@@ -1,5 +1,5 @@
 // y = x W^T / divisor + bias + scale (x A^T) B^T for at most 8 rows of x and a weight in 4 bits (fp4_tiles.py), in
-// one launch; PAIRED: the weight's halves are gate and up, and y = silu(gate) up.
+// one launch; PAIRED: the weight is gate and up, INTERLEAVED, and y = silu(gate) up.
 //
 // W is read once, in the order of the tensor cores' operands: a lane multiplies the very bytes it finds. A block owns
 // a part of K and a run of strips (16 rows of W). It keeps its part of x, and each of its warps takes an equal run of
@@ -15,7 +15,7 @@
 // once, x after `griddepcontrol.wait`.
 //
 // Given by the compiler's command line: WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no
-// LoRA), PAIRED, BLOCKS that registers must leave room for on a multiprocessor.
+// LoRA), INTERLEAVED, PAIRED, BLOCKS that registers must leave room for on a multiprocessor.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -41,6 +41,11 @@ struct Args {
     int m, n, k, x_stride, strips, a_strips, k_tiles, k_parts, groups, slots;
     int slots_at, ring_at; // bytes into shared memory
 };
+
+// The row of y that is row i of a strip.
+static __device__ __forceinline__ int row_of(const Args &p, int strip, int i) {
+    return INTERLEAVED ? strip * 8 + i % 8 + i / 8 * (p.n / 2) : strip * 16 + i;
+}
 
 static __device__ __forceinline__ float to_float(u16 v) { return __uint_as_float((u32)v << 16); }
 
@@ -200,12 +205,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
     float *slots = (float *)(shared + p.slots_at); // [WARPS, slots, 16, COLS]
 
     // This block's strips. A strip of A weighs as much as HEAVY strips of W; those come first.
-    const int HEAVY = 4, halves = PAIRED ? 2 : 1, own = p.strips / halves;
-    const int heavy = p.a_strips * HEAVY, weight = heavy + own * halves;
+    const int HEAVY = 4, heavy = p.a_strips * HEAVY, weight = heavy + p.strips;
     const int from = (int)((u64)weight * group / p.groups), to = (int)((u64)weight * (group + 1) / p.groups);
     const int a0 = min((from + HEAVY - 1) / HEAVY, p.a_strips), a1 = min((to + HEAVY - 1) / HEAVY, p.a_strips);
-    const int s0 = max(from - heavy, 0) / halves, s1 = max(to - heavy, 0) / halves;
-    const int count = (s1 - s0) * halves; // local strips: the gate's, then the up's
+    const int s0 = max(from - heavy, 0), count = max(to - heavy, 0) - s0;
     const int units = count * k_count;
     const int u0 = (int)((u64)units * warp / WARPS), u1 = (int)((u64)units * (warp + 1) / WARPS);
     asm volatile("griddepcontrol.launch_dependents;");
@@ -213,10 +216,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
     const u32 ring = (u32)__cvta_generic_to_shared(shared) + p.ring_at + warp * STAGES * STAGE;
     const u32 barriers = (u32)__cvta_generic_to_shared(shared) + p.ring_at + WARPS * STAGES * STAGE + warp * STAGES * 8;
     if (lane == 0) first[warp] = u0 / max(k_count, 1);
-    auto strip_of = [&](int local) { return local < s1 - s0 ? s0 + local : own + s0 + local - (s1 - s0); };
     // What is fetched next: the unit, how many its strip has left, and where they lie.
     int ahead = u0, ahead_strip = u0 / max(k_count, 1), ahead_left = k_count - (u0 - ahead_strip * k_count);
-    u32 ahead_at = (u32)strip_of(ahead_strip) * p.k_tiles + k0 + k_count - ahead_left;
+    u32 ahead_at = (u32)(s0 + ahead_strip) * p.k_tiles + k0 + k_count - ahead_left;
     auto fetch = [&](int stage) {
         if (ahead < u1) {
             const int n = min(CHUNK, min(ahead_left, u1 - ahead));
@@ -226,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
             copy(to_ + 512 * CHUNK, p.scales + (u64)ahead_at * 8, n * 64, barrier);
             ahead += n, ahead_at += n, ahead_left -= n;
             if (ahead_left == 0) {
-                ahead_at = (u32)strip_of(++ahead_strip) * p.k_tiles + k0;
+                ahead_at = (u32)(s0 + ++ahead_strip) * p.k_tiles + k0;
                 ahead_left = k_count;
             }
         }
@@ -246,10 +248,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
             *(uint4 *)(xs + row * x_row + i) = make_uint4(0, 0, 0, 0);
     for (int i = threadIdx.x; i < count * (RANK > 0 ? RANK / 4 : 1); i += THREADS) { // 16 rows of B are RANK / 4 lines
         int local = i / (RANK > 0 ? RANK / 4 : 1), line = i % (RANK > 0 ? RANK / 4 : 1);
-        const int strip = strip_of(local);
+        const int strip = s0 + local;
         if (line == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.divisor + strip * 16));
 #if RANK > 0
-        if (strip * 16 < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.b + (u64)strip * 16 * RANK + line * 64));
+        const int row = row_of(p, strip, line / (RANK / 8) * 8); // eight at a time lie together
+        if (row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.b + (u64)row * RANK + line % (RANK / 8) * 64));
 #endif
     }
     const u32 x_barrier = (u32)__cvta_generic_to_shared(shared) + p.ring_at + WARPS * STAGES * (STAGE + 8);
@@ -308,9 +311,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
     }
     __syncthreads();
 
-    // A warp for each strip, or pair of strips; a lane has four cells of its 16 x COLS.
+    // A warp for each strip; a lane has four cells of its 16 x COLS.
     const u64 step = (u64)(p.strips + p.a_strips) * 16 * COLS;
-    const int pairs = s1 - s0;
     auto cells = [&](int local) { // over this block's warps, in their order
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
@@ -327,8 +329,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
     int order = -1; // of this block among those that need the counts no more
     if (p.k_parts > 1) {
         for (int local = warp; local < count; local += WARPS) {
-            const int strip = strip_of(local);
-            ((float4 *)(p.parts + part * step + (u64)strip * 16 * COLS))[lane] = cells(local);
+            ((float4 *)(p.parts + part * step + (u64)(s0 + local) * 16 * COLS))[lane] = cells(local);
         }
         __threadfence();
         __syncthreads();
@@ -351,47 +352,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
 #endif
         if (threadIdx.x == 0 && (RANK > 0 || p.k_parts > 1)) order = atomicAdd(p.counts + p.groups + 1, 1);
         __syncthreads();
-        for (int i = warp; i < pairs; i += WARPS) {
-            float4 sums[PAIRED + 1];
-            const int cell = lane * 4, m = cell % COLS;
-#pragma unroll
-            for (int h = 0; h <= PAIRED; h++) {
-                const int strip = s0 + i + h * own, n = strip * 16 + cell / COLS;
-                float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-                if (p.k_parts == 1)
-                    v = cells(i + h * pairs);
-                else
-                    for (int q = 0; q < p.k_parts; q++)
-                        v = v + __ldcg((const float4 *)(p.parts + q * step + (u64)strip * 16 * COLS) + lane);
-                const float f = 128.f / p.divisor[n], bias = p.bias && n < p.n ? to_float(p.bias[n]) : 0.f;
-                v = make_float4(v.x * f + bias, v.y * f + bias, v.z * f + bias, v.w * f + bias);
+        for (int i = warp; i < count; i += WARPS) {
+            const int strip = s0 + i, m = lane * 4 % COLS, n = row_of(p, strip, lane * 4 / COLS);
+            float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (p.k_parts == 1)
+                v = cells(i);
+            else
+                for (int q = 0; q < p.k_parts; q++)
+                    v = v + __ldcg((const float4 *)(p.parts + q * step + (u64)strip * 16 * COLS) + lane);
+            const float f = 128.f / p.divisor[strip * 16 + lane * 4 / COLS];
+            const float bias = p.bias && n < p.n ? to_float(p.bias[n]) : 0.f;
+            v = make_float4(v.x * f + bias, v.y * f + bias, v.z * f + bias, v.w * f + bias);
 #if RANK > 0
-                const float *inner_ = low + p.column[n / 64] * COLS + m;
-                const uint4 *b = (const uint4 *)(p.b + (u64)min(n, p.n - 1) * RANK);
+            const float *inner_ = low + p.column[n / 64] * COLS + m;
+            const uint4 *b = (const uint4 *)(p.b + (u64)min(n, p.n - 1) * RANK);
 #pragma unroll
-                for (int r = 0; r < RANK; r += 8) {
-                    uint4 eight = b[r / 8];
-                    u32 two[4] = {eight.x, eight.y, eight.z, eight.w};
+            for (int r = 0; r < RANK; r += 8) {
+                uint4 eight = b[r / 8];
+                u32 two[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-                    for (int q = 0; q < 8; q++) {
-                        float w = __uint_as_float(q % 2 ? two[q / 2] & 0xFFFF0000u : two[q / 2] << 16);
-                        float4 l = *(const float4 *)(inner_ + (r + q) * COLS);
-                        v = make_float4(v.x + w * l.x, v.y + w * l.y, v.z + w * l.z, v.w + w * l.w);
-                    }
+                for (int q = 0; q < 8; q++) {
+                    float w = __uint_as_float(q % 2 ? two[q / 2] & 0xFFFF0000u : two[q / 2] << 16);
+                    float4 l = *(const float4 *)(inner_ + (r + q) * COLS);
+                    v = make_float4(v.x + w * l.x, v.y + w * l.y, v.z + w * l.z, v.w + w * l.w);
                 }
-#endif
-                sums[h] = v;
             }
-            const int n = (s0 + i) * 16 + cell / COLS;
-            float v[4] = {sums[0].x, sums[0].y, sums[0].z, sums[0].w};
-#if PAIRED
-            float up[4] = {sums[1].x, sums[1].y, sums[1].z, sums[1].w};
-#pragma unroll
-            for (int q = 0; q < 4; q++) v[q] = v[q] / (1.f + __expf(-v[q])) * up[q];
 #endif
+            float out[4] = {v.x, v.y, v.z, v.w};
+#if PAIRED
+#pragma unroll
+            for (int q = 0; q < 4; q++) { // lanes from 16 on have the same rows of up
+                const float up = __shfl_xor_sync(~0u, out[q], 16);
+                out[q] = out[q] / (1.f + __expf(-out[q])) * up;
+            }
+#endif
+            const int width = PAIRED ? p.n / 2 : p.n;
 #pragma unroll
             for (int q = 0; q < 4; q++)
-                if (n < p.n / (PAIRED + 1) && m + q < p.m) p.y[(u64)(m + q) * (p.n / (PAIRED + 1)) + n] = to_bf16(v[q]);
+                if (n < width && m + q < p.m) p.y[(u64)(m + q) * width + n] = to_bf16(out[q]);
         }
     } else if (threadIdx.x == 0)
         order = atomicAdd(p.counts + p.groups + 1, 1);

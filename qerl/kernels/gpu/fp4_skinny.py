@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.kernels.fp4_tiles import INPUTS, ROWS, STRIPS, Tiles
+from qerl.kernels.fp4_tiles import INPUTS, ROWS, Tiles
 from qerl.kernels.gpu.cuda import Kernel, compiler_available
 from qerl.kernels.gpu.launch import zeros
 from qerl.kernels.low_rank import LowRank
@@ -46,15 +46,18 @@ class SkinnyPlan:
 def skinny_linear(
     x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | None, paired: bool, plan: SkinnyPlan
 ) -> Tensor:
-    """x bf16 [M, K], M up to 8, rows 16-byte aligned -> bf16 [M, N]; paired: silu(first half) * second, [M, N / 2]."""
+    """x bf16 [M, K], M up to 8, rows 16-byte aligned -> bf16 [M, N].
+
+    paired: silu(first half) * second, [M, N / 2], of interleaved tiles.
+    """
     rows, (outputs, inputs) = len(x), tiles.shape
     strips, k_tiles = tiles.words.shape[:2]
     assert rows <= MOST_ROWS, "not for so many rows"
     assert x.stride(-1) == 1, "rows of x must be contiguous"
-    assert not paired or (outputs == strips * ROWS and strips % (2 * STRIPS) == 0), "halves must be whole groups of 64"
+    assert tiles.interleaved or not paired, "gate and up must be interleaved"
     rank, a_strips = (low.rank, len(low.a) // ROWS) if low is not None else (0, 0)
-    slots, slots_at, ring_at, shared = room(strips, k_tiles, a_strips, paired, plan)
-    kernel = _kernel(rank, paired, plan, x.device)
+    slots, slots_at, ring_at, shared = room(strips, k_tiles, a_strips, plan)
+    kernel = _kernel(rank, tiles.interleaved, paired, plan, x.device)
     kernel.reserve_shared(shared)
     y = x.new_empty(rows, outputs // 2 if paired else outputs)
     parts = x.new_empty(plan.k_parts * (strips + a_strips) * ROWS * MOST_ROWS, dtype=torch.float32)
@@ -79,12 +82,11 @@ def skinny_serves(device: torch.device) -> bool:
     return compiler_available() and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def room(strips: int, k_tiles: int, a_strips: int, paired: bool, plan: SkinnyPlan) -> tuple[int, ...]:
+def room(strips: int, k_tiles: int, a_strips: int, plan: SkinnyPlan) -> tuple[int, ...]:
     """Of the largest block: sums that a warp leaves, where they and the rings begin, bytes of shared memory in all."""
     cell = 4 * ROWS * MOST_ROWS
     most, least = -(-k_tiles // plan.k_parts), max(1, k_tiles // plan.k_parts)
-    halves = 2 if paired else 1
-    count = halves * (-(-(strips + 4 * a_strips) // plan.groups) // halves + 1)
+    count = -(-(strips + 4 * a_strips) // plan.groups) + 1
     span = -(-count * most // plan.warps)
     slots = (span + least - 2) // least + 2
     slots_at = max(MOST_ROWS * (most * 128 + 16), a_strips * cell)  # x, and when it is used up, x A^T
@@ -92,7 +94,7 @@ def room(strips: int, k_tiles: int, a_strips: int, paired: bool, plan: SkinnyPla
     return slots, slots_at, ring_at, ring_at + plan.warps * plan.stages * (576 * plan.chunk + 8) + 8
 
 
-def skinny_plan(tiles: Tiles, low: LowRank | None, paired: bool, processors: int) -> SkinnyPlan:
+def skinny_plan(tiles: Tiles, low: LowRank | None, processors: int) -> SkinnyPlan:
     """One block for each multiprocessor; K cut only as far as x must fit, or strips divide more evenly."""
     strips, k_tiles = tiles.words.shape[:2]
     a_strips = len(low.a) // ROWS if low is not None else 0
@@ -107,13 +109,14 @@ def skinny_plan(tiles: Tiles, low: LowRank | None, paired: bool, processors: int
     best = (12, 4, 4) if strips < 3 * processors else (16, 2, 4)  # on an H200
     for warps, stages, chunk in (best, (16, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1)):
         plan = SkinnyPlan(parts, groups, warps, stages, chunk, blocks=1)
-        if room(strips, k_tiles, a_strips, paired, plan)[-1] <= SHARED:
+        if room(strips, k_tiles, a_strips, plan)[-1] <= SHARED:
             return plan
     raise ValueError(f"A weight of {tiles.shape[0]} x {tiles.shape[1]} does not fit the kernel for few rows.")
 
 
 @cache
-def _kernel(rank: int, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
+def _kernel(rank: int, interleaved: bool, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
     defines = {"RANK": rank, "PAIRED": int(paired), "WARPS": plan.warps, "STAGES": plan.stages}
+    defines |= {"INTERLEAVED": int(interleaved)}
     defines |= {"CHUNK": plan.chunk, "BLOCKS": plan.blocks}
     return Kernel(Path(__file__).with_name("fp4_skinny.cu"), "skinny", defines, device)

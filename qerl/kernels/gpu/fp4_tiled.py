@@ -93,17 +93,28 @@ def _over(scale, divisor, KR: tl.constexpr):
     )
 
 
+@triton.jit
+def _outputs(n0, N, BN: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Rows of the weight as the file has them, of the BN rows that lie from n0 on in tiles."""
+    at = n0 + tl.arange(0, BN)
+    if INTERLEAVED:  # gate and up, eight rows of each by turns
+        return at // 16 * 8 + at % 8 + at // 8 % 2 * (N // 2)
+    else:
+        return at
+
+
 @triton.jit(do_not_specialize=["M", "K_TILES", "per", "total"])
 def linear_kernel(
     x, words, scales, divisor, bias, low, up, column, y, parts, counts, M, N, K, K_TILES, per, total, x_stride,
     NR: tl.constexpr, KR: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, INTERLEAVED: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """y [M, N] bf16 = x W^T / divisor + bias + low up^T.
 
     x [M, K] bf16, rows x_stride apart; low [M, *] bf16: LoRA's inner values, scaled, of which rows of W in group g of
     64 read R columns from column[g] on; up [N, R] bf16. parts, counts: scratch of shared tiles; counts are 0 before and
-    after. EVEN: K is a multiple of 64 KR. R = 0: no low rank.
+    after. EVEN: K is a multiple of 64 KR. R = 0: no low rank. INTERLEAVED: a tile has as many rows of gate as of up,
+    and each go to their place in y.
     """
     wait(EARLY)
     BN: tl.constexpr = 64 * NR
@@ -113,6 +124,7 @@ def linear_kernel(
     pieces = K_TILES // KR
     word_at, scale_at = offsets(K_TILES, NR, KR, 128), offsets(K_TILES, NR, KR, 16)
     in_m, in_n, in_k = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
+    halves: tl.constexpr = 2 if INTERLEAVED else 1
     unit = program * per
     end = tl.minimum(unit + per, total)
     while unit < end:
@@ -133,26 +145,31 @@ def linear_kernel(
             else:
                 values = tl.load(x_at + piece * BK, mask=(piece * BK + in_k < K)[:, None], other=0.0)
             acc = product(weight, values, acc, ASM)
-        rows_n = n0 + in_n
+        rows_n = _outputs(n0, N, BN, INTERLEAVED)
         acc, ready = summed(acc, tile, last - first == pieces, pieces, per, parts, counts, BN, BM)
         if ready:
-            acc = acc * (128.0 / tl.load(divisor + rows_n))[:, None]
+            acc = acc * (128.0 / tl.load(divisor + n0 + in_n))[:, None]
             if BIAS:
                 acc += tl.load(bias + rows_n, mask=rows_n < N, other=0.0).to(tl.float32)[:, None]
             if R > 0:
                 in_r = tl.arange(0, R)
-                begin = tl.load(column + n0 // 64)
                 width = tl.load(column + tl.cdiv(N, 64))  # of a row of `low`
-                factor = tl.load(up + rows_n[:, None] * R + in_r[None, :], mask=(rows_n < N)[:, None], other=0.0)
-                inner = tl.load(low + kept_m[None, :] * width + begin + in_r[:, None])
-                acc = product(factor, inner, acc, ASM)
+                for half in tl.static_range(halves):  # gate and up have values of their own
+                    first_n, end_n = n0 // halves + half * (N // halves), (half + 1) * (N // halves)
+                    theirs = (rows_n >= first_n) & (rows_n < end_n)
+                    begin = tl.load(column + first_n // 64)
+                    factor = tl.load(up + rows_n[:, None] * R + in_r[None, :], mask=theirs[:, None], other=0.0)
+                    inner = tl.load(low + kept_m[None, :] * width + begin + in_r[:, None])
+                    acc = product(factor, inner, acc, ASM)
             y_at = y + rows_m[None, :].to(tl.int64) * N + rows_n[:, None]
             tl.store(y_at, acc.to(y.dtype.element_ty), mask=(rows_m < M)[None, :] & (rows_n < N)[:, None])
         unit += last - first
 
 
 @triton.jit
-def dequantize_kernel(words, scales, divisor, out, N, K, K_TILES, KR: tl.constexpr, EARLY: tl.constexpr):
+def dequantize_kernel(
+    words, scales, divisor, out, N, K, K_TILES, KR: tl.constexpr, INTERLEAVED: tl.constexpr, EARLY: tl.constexpr
+):
     """out [N, K] bf16 = code (scale / divisor), rounded once: bit for bit what the format's reference gives."""
     wait(EARLY)
     program = tl.program_id(0)
@@ -175,7 +192,7 @@ def dequantize_kernel(words, scales, divisor, out, N, K, K_TILES, KR: tl.constex
     even = ((bits << 16).to(tl.float32, bitcast=True) * 8.507059173023462e37) * factor
     odd = ((bits & -65536).to(tl.float32, bitcast=True) * 8.507059173023462e37) * factor
     weight = matrix(even, odd, 1, KR)
-    rows_n = n0 + tl.arange(0, 64)
+    rows_n = _outputs(n0, N, 64, INTERLEAVED)
     in_k = piece * 64 * KR + tl.arange(0, 64 * KR)
     at = out + rows_n[:, None].to(tl.int64) * K + in_k[None, :]
     tl.store(at, weight.to(out.dtype.element_ty), mask=(rows_n < N)[:, None] & (in_k < K)[None, :])
@@ -197,7 +214,8 @@ def tiled_linear(x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | No
         low.b if low is not None else x, low.column if low is not None else x, y, parts, zeros(x.device),
         rows, outputs, inputs, k_tiles, per, total, x.stride(0),
         NR=plan.nr, KR=plan.kr, BM=plan.bm, R=low.rank if low is not None else 0, BIAS=bias is not None,
-        EVEN=inputs % (64 * plan.kr) == 0, ASM=x.is_cuda, STAGES=plan.stages, num_warps=plan.warps, **early(x),
+        EVEN=inputs % (64 * plan.kr) == 0, INTERLEAVED=tiles.interleaved, ASM=x.is_cuda, STAGES=plan.stages,
+        num_warps=plan.warps, **early(x),
     )  # fmt: skip
     return y
 
@@ -210,8 +228,9 @@ def dequantize_tiles(tiles: Tiles, out: Tensor | None = None) -> Tensor:
     kr = next(kr for kr in (4, 2, 1) if k_tiles % kr == 0)
     grid = (len(tiles.words) // 4 * (k_tiles // kr),)
     dequantize_kernel[grid](
-        tiles.words, tiles.scales, tiles.divisor_N, out, outputs, inputs, k_tiles, KR=kr, num_warps=4, **early(out)
-    )
+        tiles.words, tiles.scales, tiles.divisor_N, out, outputs, inputs, k_tiles,
+        KR=kr, INTERLEAVED=tiles.interleaved, num_warps=4, **early(out),
+    )  # fmt: skip
     return out
 
 

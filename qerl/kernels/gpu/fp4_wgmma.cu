@@ -1,4 +1,5 @@
-// y = x W^T / divisor + bias + (scale x A^T) B^T for a weight in 4 bits (fp4_tiles.py), in one launch, on Hopper.
+// y = x W^T / divisor + bias + (scale x A^T) B^T for a weight in 4 bits (fp4_tiles.py), in one launch, on Hopper;
+// PAIRED: the weight is gate and up, INTERLEAVED, and y = silu(gate) up.
 //
 // The product is y^T = W x^T on warpgroup tensor cores: W's codes are decoded into registers, which may be the left
 // operand, and x is the right one, from shared memory. A block computes tiles of 64 CW rows of W and BM rows of x. A
@@ -17,8 +18,9 @@
 // The grid may start before the kernel before it has ended (programmatic dependent launch): weights are fetched at
 // once, all else after `griddepcontrol.wait`.
 //
-// Given by the compiler's command line: BM, CW, STAGES of the ring, RANK (0: no LoRA), REGISTERS of a consumer and of
-// the OTHERS (0: as they come). `multiply`, the instruction for 64 x BM x 16, is written out by fp4_wgmma.py.
+// Given by the compiler's command line: BM, CW, STAGES of the ring, RANK (0: no LoRA), INTERLEAVED, PAIRED, REGISTERS of
+// a consumer and of the OTHERS (0: as they come). `multiply`, the instruction for 64 x BM x 16, is written out by
+// fp4_wgmma.py.
 
 #define KT 2       // tiles of 64 inputs in a stage of the ring
 #define STRIP (KT * 512)       // bytes of codes: 16 rows of W
@@ -30,6 +32,7 @@
 #define WARPS (4 * CW)
 #define HELPERS 3 // warps of LoRA
 #define CHUNK (RANK < 32 ? 16 : 32) // of the rank, at once
+#define STEP (INTERLEAVED ? 8 : 16) // from the first row of y in a strip to that in the next
 
 struct __align__(64) Map {
     char bytes[128];
@@ -45,7 +48,7 @@ struct Args {
     const u16 *a;         // bf16 [16 a_strips, K]
     const u16 *b;         // bf16 [N, RANK]
     const int *column;    // first of the RANK rows of A for each 64 rows of y
-    u16 *y;               // bf16 [M, N]
+    u16 *y;               // bf16 [M, N] or, paired, [M, N / 2]
     u16 *low;             // bf16 [M to a multiple of 8, 16 a_strips]: scale x A^T
     float *parts;         // [2 blocks, WARPS, BM / 8, 32, 4]
     float *a_parts;       // [k_units, a_strips, M to a multiple of 8, 16]
@@ -55,6 +58,10 @@ struct Args {
     int waves, per, total;        // whole tiles of a block; then units of a block, LoRA's included, and of all
     int a_strips, a_each, a_more; // LoRA: units of x A^T that each block has, and how many blocks have one more
 };
+
+// From row g of a strip to row g + 8, in y; and where rows g end.
+static __device__ __forceinline__ int apart(const Args &p) { return INTERLEAVED ? p.n / 2 : 8; }
+static __device__ __forceinline__ int uppers(const Args &p) { return INTERLEAVED ? p.n / 2 : p.n; }
 
 static __device__ __forceinline__ u32 to_pair(float low, float high) {
     u32 out;
@@ -145,22 +152,30 @@ static __device__ __forceinline__ void decode(const u32 *w, const u32 *s, u32 *a
         decode(w[q], scale_pair(s[q / 2], q & 1 ? 0x4342 : 0x4140), a + 4 * q);
 }
 
+static __device__ __forceinline__ float swiglu(float gate, float up) {
+    return __fdividef(gate, 1.f + __expf(-gate)) * up;
+}
+
 // COUNT times eight rows of x, from m0 on, and a strip: `c` as the tensor cores leave it, rows g and g + 8 of the strip,
 // rows 2t and 2t + 1 of x.
 template <int COUNT> static __device__ __forceinline__ void finish(const Args &p, int strip, int m0, int lane, float *c) {
-    const int g = lane / 4, t = lane % 4, n = strip * 16 + g;
-    const float upper = p.bias && n < p.n ? __uint_as_float((u32)__ldg(p.bias + n) << 16) : 0.f;
-    const float lower = p.bias && n + 8 < p.n ? __uint_as_float((u32)__ldg(p.bias + n + 8) << 16) : 0.f;
+    const int g = lane / 4, t = lane % 4, n = strip * STEP + g, width = PAIRED ? p.n / 2 : p.n;
+    const float upper = p.bias && n < uppers(p) ? __uint_as_float((u32)__ldg(p.bias + n) << 16) : 0.f;
+    const float lower = p.bias && n + apart(p) < p.n ? __uint_as_float((u32)__ldg(p.bias + n + apart(p)) << 16) : 0.f;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
-        const float *v = c + 4 * q;
-        const u32 out[2] = {to_pair(v[0] + upper, v[1] + upper), to_pair(v[2] + lower, v[3] + lower)};
+        const float v[4] = {c[4 * q] + upper, c[4 * q + 1] + upper, c[4 * q + 2] + lower, c[4 * q + 3] + lower};
+#if PAIRED
+        const u32 out[1] = {to_pair(swiglu(v[0], v[2]), swiglu(v[1], v[3]))};
+#else
+        const u32 out[2] = {to_pair(v[0], v[1]), to_pair(v[2], v[3])};
+#endif
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < 2 - PAIRED; i++) {
             u32 two; // now row g of x, and of the strip's half 2t and 2t + 1
             asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(two) : "r"(out[i]));
-            const int m = m0 + 8 * q + g, at = strip * 16 + i * 8 + 2 * t;
-            if (m < p.m && at < p.n) *(u32 *)(p.y + (u64)m * p.n + at) = two;
+            const int m = m0 + 8 * q + g, at = strip * STEP + i * apart(p) + 2 * t;
+            if (m < p.m && at < (i ? p.n : uppers(p))) *(u32 *)(p.y + (u64)m * width + at) = two;
         }
     }
 }
@@ -370,8 +385,8 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
         const int strip = tile / p.m_tiles * WARPS + warp, m0 = tile % p.m_tiles * BM;
 #if RANK > 0
         u32 b[CHUNK / 16][4]; // the first of the strip's B, early
-        const int upper = min(strip * 16 + lane / 4, p.n - 1), lower = min(upper + 8, p.n - 1);
         auto read_b = [&](int r) {
+            const int upper = min(strip * STEP + lane / 4, uppers(p) - 1), lower = min(upper + apart(p), p.n - 1);
 #pragma unroll
             for (int i = 0; i < CHUNK / 16; i++)
 #pragma unroll
@@ -379,7 +394,9 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
                     b[i][j] = __ldg((const u32 *)(p.b + (u64)(j % 2 ? lower : upper) * RANK + r) + lane % 4 + i * 8 + j / 2 * 4);
         };
         if (k == 0) read_b(0);
-        const int column = __ldg(p.column + upper / 64);
+#if !INTERLEAVED
+        const int column = __ldg(p.column + min(strip * 16, p.n - 1) / 64);
+#endif
 #endif
         const int divisors = min(strip, p.strips - 1) * 16 + lane / 4;
         const float f = 128.f / __ldg(p.divisor + divisors), h = 128.f / __ldg(p.divisor + divisors + 8);
@@ -410,6 +427,10 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
             held = stage;
             if (++stage == STAGES) stage = 0, phase ^= 1;
         }
+#if RANK > 0 && INTERLEAVED
+        const int first = min(strip * 8, p.n / 2 - 1); // not early: registers are few
+        const int column = __ldg(p.column + first / 64), up_column = __ldg(p.column + (p.n / 2 + first) / 64);
+#endif
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < BM / 2; i++) asm volatile("" : "+f"(acc[i])::"memory");
@@ -433,7 +454,15 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
                 if (r > 0) read_b(r);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                for (int i = 0; i < CHUNK / 16; i++) add(b[i], column + r + 16 * i);
+                for (int i = 0; i < CHUNK / 16; i++) {
+#if INTERLEAVED
+                    u32 gate[4] = {b[i][0], 0, b[i][2], 0}, up[4] = {0, b[i][1], 0, b[i][3]};
+                    add(gate, column + r + 16 * i);
+                    add(up, up_column + r + 16 * i);
+#else
+                    add(b[i], column + r + 16 * i);
+#endif
+                }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
             }

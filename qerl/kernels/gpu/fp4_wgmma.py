@@ -1,4 +1,4 @@
-"""The launch of `fp4_wgmma.cu`: up to some 1500 rows, one kernel for the product, bias and LoRA, on Hopper."""
+"""The launch of `fp4_wgmma.cu`: up to some 1500 rows, one kernel for the product, bias, LoRA and SwiGLU, on Hopper."""
 
 import ctypes
 from ctypes import c_float, c_int, c_void_p
@@ -72,8 +72,14 @@ def wgmma_serves(device: torch.device, tiles: Tiles, low: LowRank | None) -> boo
     return fits and compiler_available() and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def wgmma_linear(x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | None, plan: WgmmaPlan) -> Tensor:
-    """x bf16 [M, K], rows 16-byte aligned, K a multiple of 64 -> bf16 [M, N], N even."""
+def wgmma_linear(
+    x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | None, paired: bool, plan: WgmmaPlan
+) -> Tensor:
+    """x bf16 [M, K], rows 16-byte aligned, K a multiple of 64 -> bf16 [M, N], N even.
+
+    paired: silu(first half) * second, [M, N / 2], of interleaved tiles.
+    """
+    assert tiles.interleaved or not paired, "gate and up must be interleaved"
     rows, (outputs, inputs) = len(x), tiles.shape
     strips, k_tiles = tiles.words.shape[:2]
     m_tiles, k_units = -(-rows // plan.bm), -(-k_tiles // 2)
@@ -82,7 +88,7 @@ def wgmma_linear(x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | No
     total, extra = left * k_units, m_tiles * k_units if low is not None else 0
     per = max(1, -(-(total + extra) // most))
     grid = most if waves else -(-(total + extra) // per)
-    y = x.new_empty(rows, outputs)
+    y = x.new_empty(rows, outputs // 2 if paired else outputs)
     parts = x.new_empty(2 * grid * 64 * plan.cw * plan.bm, dtype=torch.float32)
     a_strips, padded = len(low.a) // 16 if low is not None else 0, -(-rows // 8) * 8
     a_parts = x.new_empty(max(1, k_units * a_strips * padded * 16), dtype=torch.float32)
@@ -103,16 +109,17 @@ def wgmma_linear(x: Tensor, tiles: Tiles, bias: Tensor | None, low: LowRank | No
         address(zeros(x.device)), low.scale if low else 0.0, rows, outputs, inputs, strips, k_tiles, k_units, m_tiles,
         waves, per, total, a_strips, *divmod(extra, grid),
     )  # fmt: skip
-    kernel = _kernel(plan, low.rank if low is not None else 0, x.device)
+    kernel = _kernel(plan, low.rank if low is not None else 0, tiles.interleaved, paired, x.device)
     kernel.reserve_shared(plan.shared)
     kernel.launch(grid, 128 * plan.cw + 128, plan.shared, arguments)
     return y
 
 
 @cache
-def _kernel(plan: WgmmaPlan, rank: int, device: torch.device) -> Kernel:
+def _kernel(plan: WgmmaPlan, rank: int, interleaved: bool, paired: bool, device: torch.device) -> Kernel:
     defines = {"BM": plan.bm, "CW": plan.cw, "STAGES": plan.stages, "RANK": rank}
     defines |= {"REGISTERS": plan.registers, "OTHERS": plan.others}
+    defines |= {"INTERLEAVED": int(interleaved), "PAIRED": int(paired)}
     return Kernel(Path(__file__).with_name("fp4_wgmma.cu"), "linear", defines, device, before=_instruction(plan.bm))
 
 
