@@ -143,7 +143,7 @@ def test_the_skinny_kernel(
 ) -> None:
     one = case(sizes, inputs, rank)
     for rows in (1, 7, 8):
-        plan = SkinnyPlan(k_parts, 132 // k_parts, *cut, blocks=1)
+        plan = SkinnyPlan(k_parts, 132 // k_parts, *cut)
         one.judged(lambda x, plan=plan: skinny_linear(x, one.tiles, one.bias, one.low, False, plan), rows)
 
 
@@ -155,7 +155,7 @@ def test_the_skinny_kernel_joins_gate_and_up(
     sizes: tuple[int, ...], inputs: int, rank: int, k_parts: int, cut: tuple[int, int, int]
 ) -> None:
     one = case(sizes, inputs, rank, paired=True)
-    plan = SkinnyPlan(k_parts, 132 // k_parts, *cut, blocks=1)
+    plan = SkinnyPlan(k_parts, 132 // k_parts, *cut)
     for rows in (1, 7, 8):
         for gated in (True, False):
             one.judged(lambda x, g=gated: skinny_linear(x, one.tiles, one.bias, one.low, g, plan), rows, gated)

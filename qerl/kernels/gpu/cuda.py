@@ -20,6 +20,7 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 BFLOAT16, INT64, SWIZZLE_128, PROMOTE_256 = 9, 5, 3, 3  # of CUtensorMap's enumerations
 TensorMap = c_uint64 * 16
+SHARED_SOURCE = Path(__file__).with_name("hopper.cuh")
 
 
 class _Attribute(ctypes.Structure):
@@ -34,23 +35,24 @@ class _Config(ctypes.Structure):
 
 
 class Kernel:
-    """One function of a compiled source; `before` is put before it."""
+    """One function of a compiled source; hopper.cuh and `before` are put before it.
+
+    shared: bytes of shared memory that a launch may ask for.
+    """
 
     def __init__(
-        self, source: Path, name: str, defines: dict[str, int], device: torch.device, before: str = ""
+        self, source: Path, name: str, defines: dict[str, int], device: torch.device, shared: int, before: str = ""
     ) -> None:
         self.driver = _driver()
         major, minor = torch.cuda.get_device_capability(device)
         architecture = f"sm_{major}{minor}{'a' if major == 9 else ''}"
-        binary = _compiled(before + source.read_text(), source.name, defines, architecture)
+        binary = _compiled(SHARED_SOURCE.read_text() + before + source.read_text(), source.name, defines, architecture)
         module, self.function = c_void_p(), c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the context exists
             _check(self.driver.cuModuleLoadData(byref(module), binary))
         _check(self.driver.cuModuleGetFunction(byref(self.function), module, name.encode()))
-
-    def reserve_shared(self, nbytes: int) -> None:
-        _check(self.driver.cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED, nbytes))
+        _check(self.driver.cuFuncSetAttribute(self.function, MAX_DYNAMIC_SHARED, shared))
 
     def launch(self, blocks: int, threads: int, shared: int, arguments: ctypes.Structure) -> None:
         """On the current stream; `arguments` is the kernel's one parameter."""

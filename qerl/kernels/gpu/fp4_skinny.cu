@@ -14,12 +14,8 @@
 // The grid may start before the kernel before it has ended (programmatic dependent launch): weights are fetched at
 // once, x after `griddepcontrol.wait`.
 //
-// Given by the compiler's command line: WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no
-// LoRA), INTERLEAVED, PAIRED, BLOCKS that registers must leave room for on a multiprocessor.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+// Given by the compiler's command line: WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no LoRA), INTERLEAVED,
+// PAIRED.
 
 #define COLS 8 // rows of x
 #define THREADS (32 * WARPS)
@@ -55,25 +51,9 @@ static __device__ __forceinline__ u16 to_bf16(float v) {
     return out;
 }
 
-// A ring's barrier counts bytes that the copy engine brings.
-static __device__ __forceinline__ void begin(u32 barrier) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier));
-}
-
-static __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 static __device__ __forceinline__ void copy(u32 to, const void *from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
-static __device__ __forceinline__ void wait(u32 barrier, u32 phase) {
-    asm volatile("{\n .reg .pred done;\n"
-                 " again:\n mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-                 " @done bra.uni over;\n bra.uni again;\n over:\n}" ::"r"(barrier), "r"(phase)
                  : "memory");
 }
 
@@ -81,28 +61,6 @@ static __device__ __forceinline__ void mma(float *c, const u32 *a, u32 b0, u32 b
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// A bf16 pair times the pair's first or second scale, + (-0).
-template <int HALF> static __device__ __forceinline__ u32 times(u32 v, u32 s) {
-    u32 out;
-    asm("{\n .reg .b16 s<2>;\n .reg .b32 both;\n mov.b32 {s0, s1}, %2;\n mov.b32 both, {s%4, s%4};\n"
-        " fma.rn.bf16x2 %0, %1, both, %3;\n}"
-        : "=r"(out)
-        : "r"(v), "r"(s), "r"(0x80008000u), "n"(HALF));
-    return out;
-}
-
-// A word and its two rows' scales (bf16) -> the left operand of one m16k16 product.
-static __device__ __forceinline__ void decode(u32 word, u32 scales, u32 *a) {
-    a[0] = times<0>(word & 0x81C081C0u, scales);
-    a[1] = times<1>(word << 3 & 0x81C081C0u, scales);
-    a[2] = times<0>(word << 6 & 0x81C081C0u, scales);
-    a[3] = times<1>((word << 1 & 0x80008000u) | (word >> 3 & 0x01800180u) | (word >> 7 & 0x00400040u), scales);
-}
-
-static __device__ __forceinline__ u32 scale_pair(u32 bytes, u32 selector) {
-    return __byte_perm(bytes, 0, selector) * 16 + 0x70007000u;
 }
 
 // What a lane needs of one unit, 64 inputs of a strip: its codes, its rows' scales, and x.
@@ -128,12 +86,10 @@ static __device__ __forceinline__ void load(Unit &v, u32 at, int i, int lane, u3
 
 // Two sums, of even and of odd k16, so that products need not wait for each other.
 static __device__ __forceinline__ void multiply(float acc[2][4], const Unit &v) {
+    u32 a[16];
+    decode(v.word, v.s, a);
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
-        u32 a[4], bytes = v.s[q / 2];
-        decode(v.word[q], scale_pair(bytes, q & 1 ? 0x4342 : 0x4140), a);
-        mma(acc[q % 2], a, v.x[q][0], v.x[q][1]);
-    }
+    for (int q = 0; q < 4; q++) mma(acc[q % 2], a + 4 * q, v.x[q][0], v.x[q][1]);
 }
 
 static __device__ __forceinline__ void put(float *slot, float acc[4], int lane) { // [16 rows, COLS]
@@ -149,14 +105,10 @@ static __device__ __forceinline__ void put(float *slot, float acc[2][4], int lan
     for (int i = 0; i < 4; i++) acc[0][i] = 0.f;
 }
 
-static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
-}
-
-static __device__ __forceinline__ int look(const int *p) {
-    int v;
-    asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
+// To a lane's cells those of a slot.
+static __device__ __forceinline__ void plus(float *c, const float2 *slot, int lane) {
+    const float2 upper = slot[lane], lower = slot[lane + 32];
+    c[0] += upper.x, c[1] += upper.y, c[2] += lower.x, c[3] += lower.y;
 }
 
 #if RANK > 0
@@ -194,7 +146,7 @@ static __device__ void low_rank(const Args &p, int strip, int k0, int k_count, c
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __grid_constant__ Args p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny(const __grid_constant__ Args p) {
     extern __shared__ __align__(16) char shared[];
     __shared__ int arrived, first[WARPS]; // first: the strip that each warp begins with
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -233,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
             }
         }
     };
-    if (lane == 0) {
-        for (int i = 0; i < STAGES; i++) begin(barriers + i * 8);
+    if (chosen()) {
+        for (int i = 0; i < STAGES; i++) begin(barriers + i * 8, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
         for (int i = 0; i < STAGES; i++) fetch(i);
@@ -257,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
     }
     const u32 x_barrier = (u32)__cvta_generic_to_shared(shared) + p.ring_at + WARPS * STAGES * (STAGE + 8);
     if (threadIdx.x == 0) {
-        begin(x_barrier);
+        begin(x_barrier, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async;" ::: "memory");
         asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -300,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
             }
         }
         __syncwarp();
-        if (lane == 0) fetch(stage);
+        if (chosen()) fetch(stage);
         if (++stage == STAGES) stage = 0, phase ^= 1;
         u += n, inner += n;
         if (inner == k_count || u == u1) {
@@ -311,25 +263,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
     }
     __syncthreads();
 
-    // A warp for each strip; a lane has four cells of its 16 x COLS.
+    // A warp for each strip; a lane has the cells that the tensor cores gave it: rows g and g + 8, columns 2t and 2t + 1.
     const u64 step = (u64)(p.strips + p.a_strips) * 16 * COLS;
-    auto cells = [&](int local) { // over this block's warps, in their order
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    auto cells = [&](int local, float *c) { // over this block's warps, in their order
+        c[0] = c[1] = c[2] = c[3] = 0.f;
 #pragma unroll 1
         for (int v = 0; v < WARPS; v++) {
             int f = (int)((u64)units * v / WARPS), l = (int)((u64)units * (v + 1) / WARPS);
-            if (f < (local + 1) * k_count && l > local * k_count && f < l) {
-                const float4 *from_ = (const float4 *)(slots + (v * p.slots + local - first[v]) * 16 * COLS);
-                sum = sum + from_[lane];
-            }
+            if (f < (local + 1) * k_count && l > local * k_count && f < l)
+                plus(c, (const float2 *)(slots + (v * p.slots + local - first[v]) * 16 * COLS), lane);
         }
-        return sum;
     };
     bool finishes = true;
     int order = -1; // of this block among those that need the counts no more
     if (p.k_parts > 1) {
         for (int local = warp; local < count; local += WARPS) {
-            ((float4 *)(p.parts + part * step + (u64)(s0 + local) * 16 * COLS))[lane] = cells(local);
+            float c[4];
+            cells(local, c);
+            float2 *to_ = (float2 *)(p.parts + part * step + (u64)(s0 + local) * 16 * COLS);
+            to_[lane] = make_float2(c[0], c[1]), to_[lane + 32] = make_float2(c[2], c[3]);
         }
         __threadfence();
         __syncthreads();
@@ -343,53 +295,66 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) skinny(const __gri
         if (threadIdx.x == 0)
             while (look(p.counts + p.groups) < p.a_strips * p.k_parts) __nanosleep(20);
         __syncthreads();
-        float *low = (float *)xs; // x A^T [16 a_strips, COLS]: nobody reads x any more
-        for (int i = threadIdx.x; i < p.a_strips * 16 * COLS; i += THREADS) {
-            float sum = 0.f;
-            for (int q = 0; q < p.k_parts; q++) sum += __ldcg(p.parts + q * step + (u64)p.strips * 16 * COLS + i);
-            low[i] = p.scale * sum;
+        u32 *low = (u32 *)xs; // scale x A^T, pairs of its columns [8 a_strips, COLS]: nobody reads x any more
+        for (int i = threadIdx.x; i < p.a_strips * 8 * COLS; i += THREADS) {
+            const float *from_ = p.parts + (u64)p.strips * 16 * COLS + i / COLS * 2 * COLS + i % COLS;
+            float even = 0.f, odd = 0.f;
+            for (int q = 0; q < p.k_parts; q++) even += __ldcg(from_ + q * step), odd += __ldcg(from_ + q * step + COLS);
+            low[i] = to_pair(p.scale * even, p.scale * odd);
         }
 #endif
         if (threadIdx.x == 0 && (RANK > 0 || p.k_parts > 1)) order = atomicAdd(p.counts + p.groups + 1, 1);
         __syncthreads();
+        const int g = lane / 4, t = lane % 4;
         for (int i = warp; i < count; i += WARPS) {
-            const int strip = s0 + i, m = lane * 4 % COLS, n = row_of(p, strip, lane * 4 / COLS);
-            float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+            const int strip = s0 + i, upper = row_of(p, strip, g), lower = row_of(p, strip, g + 8);
+#if RANK > 0
+            u32 b[RANK / 16][4];
+#pragma unroll
+            for (int r = 0; r < RANK / 16; r++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    b[r][j] = __ldg((const u32 *)(p.b + (u64)min(j % 2 ? lower : upper, p.n - 1) * RANK) + r * 8 + j / 2 * 4 + t);
+#endif
+            float c[4] = {};
             if (p.k_parts == 1)
-                v = cells(i);
+                cells(i, c);
             else
                 for (int q = 0; q < p.k_parts; q++)
-                    v = v + __ldcg((const float4 *)(p.parts + q * step + (u64)strip * 16 * COLS) + lane);
-            const float f = 128.f / p.divisor[strip * 16 + lane * 4 / COLS];
-            const float bias = p.bias && n < p.n ? to_float(p.bias[n]) : 0.f;
-            v = make_float4(v.x * f + bias, v.y * f + bias, v.z * f + bias, v.w * f + bias);
+                    plus(c, (const float2 *)(p.parts + q * step + (u64)strip * 16 * COLS), lane);
+            const float f = 128.f / p.divisor[strip * 16 + g], h = 128.f / p.divisor[strip * 16 + g + 8];
+            c[0] *= f, c[1] *= f, c[2] *= h, c[3] *= h;
 #if RANK > 0
-            const float *inner_ = low + p.column[n / 64] * COLS + m;
-            const uint4 *b = (const uint4 *)(p.b + (u64)min(n, p.n - 1) * RANK);
+            auto inner_of = [&](int row) { return low + (p.column[row / 64] / 2 + t) * COLS + g; };
+            const u32 *at = inner_of(upper);
+#if INTERLEAVED
+            const u32 *up_at = inner_of(lower);
+#endif
 #pragma unroll
-            for (int r = 0; r < RANK; r += 8) {
-                uint4 eight = b[r / 8];
-                u32 two[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-                for (int q = 0; q < 8; q++) {
-                    float w = __uint_as_float(q % 2 ? two[q / 2] & 0xFFFF0000u : two[q / 2] << 16);
-                    float4 l = *(const float4 *)(inner_ + (r + q) * COLS);
-                    v = make_float4(v.x + w * l.x, v.y + w * l.y, v.z + w * l.z, v.w + w * l.w);
-                }
+            for (int r = 0; r < RANK / 16; r++) {
+                const u32 *v = b[r];
+#if INTERLEAVED // gate's rows and up's have inner products of their own
+                const u32 gate[4] = {v[0], 0, v[2], 0}, up[4] = {0, v[1], 0, v[3]};
+                mma(c, gate, at[r * 8 * COLS], at[(r * 8 + 4) * COLS]);
+                mma(c, up, up_at[r * 8 * COLS], up_at[(r * 8 + 4) * COLS]);
+#else
+                mma(c, v, at[r * 8 * COLS], at[(r * 8 + 4) * COLS]);
+#endif
             }
 #endif
-            float out[4] = {v.x, v.y, v.z, v.w};
-#if PAIRED
-#pragma unroll
-            for (int q = 0; q < 4; q++) { // lanes from 16 on have the same rows of up
-                const float up = __shfl_xor_sync(~0u, out[q], 16);
-                out[q] = out[q] / (1.f + __expf(-out[q])) * up;
+            if (p.bias) {
+                const float v = upper < p.n ? to_float(p.bias[upper]) : 0.f, w = lower < p.n ? to_float(p.bias[lower]) : 0.f;
+                c[0] += v, c[1] += v, c[2] += w, c[3] += w;
             }
+#if PAIRED
+            c[0] = swiglu(c[0], c[2]), c[1] = swiglu(c[1], c[3]);
 #endif
             const int width = PAIRED ? p.n / 2 : p.n;
 #pragma unroll
-            for (int q = 0; q < 4; q++)
-                if (n < width && m + q < p.m) p.y[(u64)(m + q) * width + n] = to_bf16(out[q]);
+            for (int j = 0; j < (PAIRED ? 2 : 4); j++) {
+                const int m = 2 * t + j % 2, n = j / 2 ? lower : upper;
+                if (n < width && m < p.m) p.y[(u64)m * width + n] = to_bf16(c[j]);
+            }
         }
     } else if (threadIdx.x == 0)
         order = atomicAdd(p.counts + p.groups + 1, 1);

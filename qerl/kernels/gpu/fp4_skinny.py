@@ -9,13 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qerl.kernels.fp4_tiles import INPUTS, ROWS, Tiles
+from qerl.kernels.fp4_tiles import ROWS, Tiles
 from qerl.kernels.gpu.cuda import Kernel, compiler_available
 from qerl.kernels.gpu.launch import zeros
 from qerl.kernels.low_rank import LowRank
 
 MOST_ROWS = 8
-SHARED_FOR_X = 96 << 10  # bytes
+MOST_PARTS = 12  # that K is cut into
+SMALL = 20_000  # strips times tiles: a weight whose launch is all latency
 SHARED = 226 << 10  # of shared memory that a block may have on Hopper, a little left for the kernel's own
 POINTERS = ("x", "words", "scales", "divisor", "bias", "a", "b", "column", "y", "parts", "counts")
 NUMBERS = (
@@ -40,7 +41,6 @@ class SkinnyPlan:
     warps: int = 8  # of a block
     stages: int = 4  # of a warp's ring
     chunk: int = 2  # units of a stage
-    blocks: int = 2  # that registers must leave room for on a multiprocessor
 
 
 def skinny_linear(
@@ -58,7 +58,6 @@ def skinny_linear(
     rank, a_strips = (low.rank, len(low.a) // ROWS) if low is not None else (0, 0)
     slots, slots_at, ring_at, shared = room(strips, k_tiles, a_strips, plan)
     kernel = _kernel(rank, tiles.interleaved, paired, plan, x.device)
-    kernel.reserve_shared(shared)
     y = x.new_empty(rows, outputs // 2 if paired else outputs)
     parts = x.new_empty(plan.k_parts * (strips + a_strips) * ROWS * MOST_ROWS, dtype=torch.float32)
     counts = zeros(x.device)
@@ -98,25 +97,24 @@ def skinny_plan(tiles: Tiles, low: LowRank | None, processors: int) -> SkinnyPla
     """One block for each multiprocessor; K cut only as far as x must fit, or strips divide more evenly."""
     strips, k_tiles = tiles.words.shape[:2]
     a_strips = len(low.a) // ROWS if low is not None else 0
-    fits = -(-k_tiles * INPUTS * 2 * MOST_ROWS // SHARED_FOR_X)
-    largest = max(fits, min(k_tiles, 8))
 
-    def longest(parts: int) -> float:  # the longest block's work; a cut costs a little
-        return -(-strips // max(1, processors // parts)) * -(-k_tiles // parts) * (1 + 0.03 * parts)
+    def longest(plan: SkinnyPlan) -> float:  # the longest block's work; a cut costs a little
+        return -(-strips // plan.groups) * -(-k_tiles // plan.k_parts) * (1 + 0.03 * plan.k_parts)
 
-    parts = min(range(fits, largest + 1), key=longest)
-    groups = max(1, min(strips // 2, processors // parts))
-    best = (12, 4, 4) if strips < 3 * processors else (16, 2, 4)  # on an H200
-    for warps, stages, chunk in (best, (16, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1)):
-        plan = SkinnyPlan(parts, groups, warps, stages, chunk, blocks=1)
-        if room(strips, k_tiles, a_strips, plan)[-1] <= SHARED:
-            return plan
+    best = (8, 4, 4) if strips * k_tiles < SMALL else (12, 3, 4)  # on an H200
+    for cut in (best, (16, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1)):
+        plans = [
+            SkinnyPlan(parts, max(1, min(strips // 2, processors // parts)), *cut)
+            for parts in range(1, min(k_tiles, MOST_PARTS, processors) + 1)
+        ]
+        fit = [plan for plan in plans if room(strips, k_tiles, a_strips, plan)[-1] <= SHARED]
+        if fit:
+            return min(fit, key=longest)
     raise ValueError(f"A weight of {tiles.shape[0]} x {tiles.shape[1]} does not fit the kernel for few rows.")
 
 
 @cache
 def _kernel(rank: int, interleaved: bool, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
-    defines = {"RANK": rank, "PAIRED": int(paired), "WARPS": plan.warps, "STAGES": plan.stages}
-    defines |= {"INTERLEAVED": int(interleaved)}
-    defines |= {"CHUNK": plan.chunk, "BLOCKS": plan.blocks}
-    return Kernel(Path(__file__).with_name("fp4_skinny.cu"), "skinny", defines, device)
+    defines = {"RANK": rank, "INTERLEAVED": int(interleaved), "PAIRED": int(paired)}
+    defines |= {"WARPS": plan.warps, "STAGES": plan.stages, "CHUNK": plan.chunk}
+    return Kernel(Path(__file__).with_name("fp4_skinny.cu"), "skinny", defines, device, SHARED)

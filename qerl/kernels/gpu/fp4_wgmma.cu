@@ -63,29 +63,8 @@ struct Args {
 static __device__ __forceinline__ int apart(const Args &p) { return INTERLEAVED ? p.n / 2 : 8; }
 static __device__ __forceinline__ int uppers(const Args &p) { return INTERLEAVED ? p.n / 2 : p.n; }
 
-static __device__ __forceinline__ u32 to_pair(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-
-static __device__ __forceinline__ void begin(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-static __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
 static __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-static __device__ __forceinline__ void wait(u32 barrier, u32 phase) {
-    asm volatile("{\n .reg .pred done;\n"
-                 " again:\n mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-                 " @done bra.uni over;\n bra.uni again;\n over:\n}" ::"r"(barrier), "r"(phase)
-                 : "memory");
 }
 
 static __device__ __forceinline__ void copy(u32 to, const Map *map, int i, int j, int k, u32 barrier) {
@@ -100,14 +79,9 @@ static __device__ __forceinline__ void copy(u32 to, const Map *map, int i, int j
                  : "memory");
 }
 
-static __device__ __forceinline__ int look(const int *p) {
-    int v;
-    asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
-
 // All `threads` that come to this barrier have written what other blocks will read: count it.
 static __device__ __forceinline__ void report(int *count, int barrier, int threads, bool first) {
+    __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
     if (first) {
         __threadfence();
@@ -120,40 +94,8 @@ static __device__ __forceinline__ void await(const int *count, int wanted, int b
         while (look(count) < wanted) __nanosleep(20);
         __threadfence();
     }
+    __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// A bf16 pair times the pair's first or second scale, + (-0).
-template <int HALF> static __device__ __forceinline__ u32 times(u32 v, u32 s) {
-    u32 out;
-    asm("{\n .reg .b16 s<2>;\n .reg .b32 both;\n mov.b32 {s0, s1}, %2;\n mov.b32 both, {s%4, s%4};\n"
-        " fma.rn.bf16x2 %0, %1, both, %3;\n}"
-        : "=r"(out)
-        : "r"(v), "r"(s), "r"(0x80008000u), "n"(HALF));
-    return out;
-}
-
-static __device__ __forceinline__ u32 scale_pair(u32 bytes, u32 selector) {
-    return __byte_perm(bytes, 0, selector) * 16 + 0x70007000u;
-}
-
-// A word and its two rows' scales (bf16) -> a lane's share of a m16k16 operand.
-static __device__ __forceinline__ void decode(u32 word, u32 scales, u32 *a) {
-    a[0] = times<0>(word & 0x81C081C0u, scales);
-    a[1] = times<1>(word << 3 & 0x81C081C0u, scales);
-    a[2] = times<0>(word << 6 & 0x81C081C0u, scales);
-    a[3] = times<1>((word << 1 & 0x80008000u) | (word >> 3 & 0x01800180u) | (word >> 7 & 0x00400040u), scales);
-}
-
-// 64 inputs of the warp's 16 rows: a lane's words and scales.
-static __device__ __forceinline__ void decode(const u32 *w, const u32 *s, u32 *a) {
-#pragma unroll
-    for (int q = 0; q < 4; q++)
-        decode(w[q], scale_pair(s[q / 2], q & 1 ? 0x4342 : 0x4140), a + 4 * q);
-}
-
-static __device__ __forceinline__ float swiglu(float gate, float up) {
-    return __fdividef(gate, 1.f + __expf(-gate)) * up;
 }
 
 // COUNT times eight rows of x, from m0 on, and a strip: `c` as the tensor cores leave it, rows g and g + 8 of the strip,
@@ -512,6 +454,7 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
         if (threadIdx.x == 0 && atomicAdd(count, 1) == 2 * sharers - 1) *count = 0;
     }
 #if RANK > 0
+    if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (threadIdx.x == 0 && atomicAdd(p.counts + 2, 1) == (int)gridDim.x - 1) p.counts[0] = p.counts[1] = p.counts[2] = 0;
 #endif
 }

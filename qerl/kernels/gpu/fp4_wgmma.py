@@ -51,17 +51,19 @@ class WgmmaPlan:
 LARGE = {16: (3, 8), 32: (3, 8), 48: (3, 7), 64: (3, 6), 96: (2, 6), 128: (2, 5)}
 SMALL = {16: (2, 9), 32: (2, 9), 48: (2, 9), 64: (2, 8), 96: (2, 6), 128: (2, 5)}
 UP_TO_192 = WgmmaPlan(192, 2, 3, registers=208, others=88)
+UP_TO_192_SMALL = WgmmaPlan(96, 3, 5, registers=144, others=64)
 MANY_ROWS = WgmmaPlan(128, 3, 4, registers=144, others=64)
 MANY_ROWS_LARGE = WgmmaPlan(256, 2, 3, registers=208, others=88)
 
 
 def wgmma_plan(strips: int, k_tiles: int, rows: int) -> WgmmaPlan:
     """What is sound for a weight of 16 strips x 64 k_tiles."""
+    large = strips * k_tiles >= 50_000
     if rows <= 128:
         bm = next(bm for bm in LARGE if rows <= bm)
-        return WgmmaPlan(bm, *(LARGE if strips * k_tiles >= 50_000 else SMALL)[bm])
+        return WgmmaPlan(bm, *(LARGE if large else SMALL)[bm])
     if rows <= 192:
-        return UP_TO_192
+        return UP_TO_192 if large else UP_TO_192_SMALL
     return MANY_ROWS_LARGE if k_tiles >= 128 or strips * k_tiles >= 200_000 else MANY_ROWS
 
 
@@ -89,7 +91,7 @@ def wgmma_linear(
     per = max(1, -(-(total + extra) // most))
     grid = most if waves else -(-(total + extra) // per)
     y = x.new_empty(rows, outputs // 2 if paired else outputs)
-    parts = x.new_empty(2 * grid * 64 * plan.cw * plan.bm, dtype=torch.float32)
+    parts = x.new_empty(2 * grid * 64 * plan.cw * plan.bm if total else 1, dtype=torch.float32)
     a_strips, padded = len(low.a) // 16 if low is not None else 0, -(-rows // 8) * 8
     a_parts = x.new_empty(max(1, k_units * a_strips * padded * 16), dtype=torch.float32)
     inner = x.new_empty(padded, max(1, a_strips) * 16)  # scale x A^T
@@ -110,7 +112,6 @@ def wgmma_linear(
         waves, per, total, a_strips, *divmod(extra, grid),
     )  # fmt: skip
     kernel = _kernel(plan, low.rank if low is not None else 0, tiles.interleaved, paired, x.device)
-    kernel.reserve_shared(plan.shared)
     kernel.launch(grid, 128 * plan.cw + 128, plan.shared, arguments)
     return y
 
@@ -120,7 +121,8 @@ def _kernel(plan: WgmmaPlan, rank: int, interleaved: bool, paired: bool, device:
     defines = {"BM": plan.bm, "CW": plan.cw, "STAGES": plan.stages, "RANK": rank}
     defines |= {"REGISTERS": plan.registers, "OTHERS": plan.others}
     defines |= {"INTERLEAVED": int(interleaved), "PAIRED": int(paired)}
-    return Kernel(Path(__file__).with_name("fp4_wgmma.cu"), "linear", defines, device, before=_instruction(plan.bm))
+    source = Path(__file__).with_name("fp4_wgmma.cu")
+    return Kernel(source, "linear", defines, device, plan.shared, before=_instruction(plan.bm))
 
 
 def _instruction(bm: int) -> str:
@@ -129,9 +131,6 @@ def _instruction(bm: int) -> str:
     sums = ", ".join(f"%{i}" for i in range(n))
     operands = ", ".join(f'"+f"(d[{i}])' for i in range(n))
     return f"""
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
 static __device__ __forceinline__ void multiply(float *d, const u32 *a, u64 x, int add) {{
     asm volatile("{{\\n .reg .pred p;\\n setp.ne.b32 p, %{n + 5}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{bm}k16.f32.bf16.bf16 {{{sums}}}, {{%{n}, %{n + 1}, %{n + 2}, %{n + 3}}}, "
