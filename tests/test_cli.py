@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import qerl
+from qerl.cli import app
 from qerl.model.random_checkpoint import write_random_checkpoint
 from qerl.model.shapes import Shape
 
@@ -77,6 +79,30 @@ def test_what_a_user_can_mend_ends_in_one_message(
     assert message in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rollout --base bf16 --rank 8 --prompt 9", "Without --batch, nothing reads --base, --rank, --prompt: add"),
+        ("rollout --run-up-to 9 --kv-cache-dtype fp8", "Without --batch, nothing reads --run-up-to, --kv-cache-dtype:"),
+        ("rollout --base nvfp4", "nothing reads --base"),  # its default, but written
+        ("rollout --batch 1 --samples 2 --prompts 3", "With --batch, nothing reads --prompts, --samples: leave out"),
+        ("step --segment 16 --repeats 1 --profile", "Without --tokens, nothing reads --segment, --repeats, --profile:"),
+        (
+            "step --tokens 64 --prompts 1 --group 2 --prompt 3 --new 4",
+            "nothing reads --prompts, --group, --prompt, --new",
+        ),
+        ("step --tokens 64 --running 1 --steps 2", "With --tokens, nothing reads --running, --steps: leave out"),
+        ("step --tokens 64 --micro-batch 8 --updates 2 --limit-gb 9", "reads --micro-batch, --updates, --limit-gb:"),
+        ("step --tokens 64 --profile --device cpu", "leave it out on a CPU"),
+        ("step --limit-gb 9 --device cpu", "leave it out on a CPU"),
+    ],
+)
+def test_an_option_that_a_bench_would_not_read_is_refused(line: str, message: str) -> None:
+    error = CliRunner().invoke(app, ["bench", *line.split()]).exception
+    assert isinstance(error, ValueError)
+    assert message in str(error)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
