@@ -14,6 +14,9 @@ PLOTS = {
 }
 
 
+PLACE = (0.14, 0.14, 0.83, 0.77)  # left, bottom, width, height of the axes: a layout engine draws everything twice
+
+
 def plot_run(metrics: Path, folder: Path) -> list[Path]:
     """reward, accuracy, entropy, sigma and length against steps, a PNG each, of what the run measured."""
     from matplotlib.figure import Figure
@@ -22,8 +25,8 @@ def plot_run(metrics: Path, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for name, series in PLOTS.items():
-        figure = Figure(figsize=(6, 3.6), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(6, 3.6))
+        axes = figure.add_axes(PLACE)
         drawn = [_draw(axes, lines, key, label) for key, label in series]
         if not any(drawn):
             continue

@@ -1,6 +1,9 @@
 """Tiny checkpoints, made by transformers itself, and a small tokenizer."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,6 +74,31 @@ def add_tokenizer() -> Callable[[Path], None]:
         fast.save_pretrained(folder)
 
     return add
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """command("quantize", ...): the `qerl` command in this process, which spares it the imports of another. What would
+    end in a traceback fails the test."""
+    from qerl.cli import main
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["qerl", *map(str, words)])
+        before, status = signal.getsignal(signal.SIGTERM), 0
+        capsys.readouterr()
+        try:
+            main()
+        except SystemExit as end:
+            status = int(end.code or 0)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, status, said.out, said.err)
+
+    return run
 
 
 @pytest.fixture

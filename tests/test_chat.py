@@ -1,5 +1,5 @@
+import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +10,7 @@ import transformers
 
 from qerl.chat import Chat
 from qerl.records import Sampling
+from tests.conftest import Command
 
 
 @pytest.fixture
@@ -40,13 +41,9 @@ def test_a_conversation_goes_on_from_what_was_said(folder: Path) -> None:
     assert len(chat.messages) == 1
 
 
-def test_the_command_reads_lines_and_ends_in_json(folder: Path) -> None:
-    words = ("chat", "--model", folder, "--base", "bf16", "--max-tokens", "5")
-    done = subprocess.run(
-        [sys.executable, "-m", "qerl", *map(str, words)],
-        input="hello\n/new\nbye\n/quit\n",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_command_reads_lines_and_ends_in_json(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n/new\nbye\n/quit\n"))
+    done = command("chat", "--model", folder, "--base", "bf16", "--max-tokens", "5")
     assert json.loads(done.stdout.splitlines()[-1]) == {"turns": 2}, done.stderr

@@ -1,4 +1,4 @@
-"""The command as a person runs it: in a process of its own."""
+"""The command as a person runs it: in a process of its own where that matters, else in this one."""
 
 import json
 import re
@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import qerl
+from qerl.cli import app
 from qerl.model.random_checkpoint import write_random_checkpoint
 from qerl.model.shapes import Shape
+from tests.conftest import Command
 
 
 def qerl_command(*words: object) -> subprocess.CompletedProcess[str]:
@@ -25,8 +28,8 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_random_then_quantize_prints_tables_and_ends_in_json(tmp_path: Path) -> None:
-    made = last_json(qerl_command("random", "tiny", tmp_path / "model"))
+def test_random_then_quantize_prints_tables_and_ends_in_json(tmp_path: Path, command: Command) -> None:
+    made = last_json(command("random", "tiny", tmp_path / "model"))
     assert made["parameters"] > 1e6
     done = qerl_command("quantize", tmp_path / "model", tmp_path / "out", "--method", "rtn", "--ignore", "*.layers.0.*")
     result = last_json(done)
@@ -40,15 +43,15 @@ def test_random_then_quantize_prints_tables_and_ends_in_json(tmp_path: Path) -> 
 
 
 def test_a_recipe_and_overrides_reach_quantize_and_flags_win(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
+    make_checkpoint: Callable[..., Path], tmp_path: Path, command: Command
 ) -> None:
     (tmp_path / "r.yaml").write_text("quantize:\n  format: mxfp4\n  method: rtn\n")
     source = make_checkpoint()
     result = last_json(
-        qerl_command("quantize", source, tmp_path / "a", "--recipe", tmp_path / "r.yaml", "quantize.method=mse")
+        command("quantize", source, tmp_path / "a", "--recipe", tmp_path / "r.yaml", "quantize.method=mse")
     )
     assert (result["format"], result["method"]) == ("mxfp4", "mse")
-    result = last_json(qerl_command("quantize", source, tmp_path / "b", "-r", tmp_path / "r.yaml", "--format", "nf4"))
+    result = last_json(command("quantize", source, tmp_path / "b", "-r", tmp_path / "r.yaml", "--format", "nf4"))
     assert (result["format"], result["method"]) == ("nf4", "rtn")
 
 
@@ -69,27 +72,53 @@ QUANTIZE = "quantize {model} {tmp}/out"
     ],
 )
 def test_what_a_user_can_mend_ends_in_one_message(
-    make_checkpoint: Callable[..., Path], tmp_path: Path, line: str, message: str
+    make_checkpoint: Callable[..., Path], tmp_path: Path, command: Command, line: str, message: str
 ) -> None:
     model = make_checkpoint()
-    done = qerl_command(*line.format(tmp=tmp_path, model=model).split())
+    done = command(*line.format(tmp=tmp_path, model=model).split())
     assert done.returncode == 2
     assert message in re.sub(r"\s+", " ", done.stderr)
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rollout --base bf16 --rank 8 --prompt 9", "Without --batch, nothing reads --base, --rank, --prompt: add"),
+        ("rollout --run-up-to 9 --kv-cache-dtype fp8", "Without --batch, nothing reads --run-up-to, --kv-cache-dtype:"),
+        ("rollout --base nvfp4", "nothing reads --base"),  # its default, but written
+        ("rollout --batch 1 --samples 2 --prompts 3", "With --batch, nothing reads --prompts, --samples: leave out"),
+        ("step --segment 16 --repeats 1 --profile", "Without --tokens, nothing reads --segment, --repeats, --profile:"),
+        (
+            "step --tokens 64 --prompts 1 --group 2 --prompt 3 --new 4",
+            "nothing reads --prompts, --group, --prompt, --new",
+        ),
+        ("step --tokens 64 --running 1 --steps 2", "With --tokens, nothing reads --running, --steps: leave out"),
+        ("step --tokens 64 --micro-batch 8 --updates 2 --limit-gb 9", "reads --micro-batch, --updates, --limit-gb:"),
+        ("step --tokens 64 --profile --device cpu", "leave it out on a CPU"),
+        ("step --limit-gb 9 --device cpu", "leave it out on a CPU"),
+    ],
+)
+def test_an_option_that_a_bench_would_not_read_is_refused(line: str, message: str) -> None:
+    error = CliRunner().invoke(app, ["bench", *line.split()]).exception
+    assert isinstance(error, ValueError)
+    assert message in str(error)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_with_a_message_and_the_command_can_be_repeated(tmp_path: Path, number: signal.Signals) -> None:
-    write_random_checkpoint(Shape(1024, 4, 4096, 16, 4, vocab=1024, tied=True, head_dim=64), tmp_path / "model")
-    words = ["quantize", tmp_path / "model", tmp_path / "out", "quantize.max_shard_size=0.002"]
-    command = [sys.executable, "-m", "qerl", *map(str, words)]
+def test_a_signal_ends_with_a_message_and_the_command_can_be_repeated(
+    tmp_path: Path, command: Command, number: signal.Signals
+) -> None:
+    write_random_checkpoint(Shape(512, 4, 2048, 8, 4, vocab=1024, tied=True, head_dim=64), tmp_path / "model")
+    words = ["quantize", tmp_path / "model", tmp_path / "out", "quantize.max_shard_size=0.0005"]
+    line = [sys.executable, "-m", "qerl", *map(str, words)]
 
     def listen() -> None:  # a test run in the background has Ctrl-C ignored, and its children with it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=listen)
+    process = subprocess.Popen(line, stdout=pipe, stderr=pipe, text=True, preexec_fn=listen)
     while not list((tmp_path / "out.partial").glob("*.safetensors")):
         assert process.poll() is None
         time.sleep(0.01)
@@ -99,19 +128,19 @@ def test_a_signal_ends_with_a_message_and_the_command_can_be_repeated(tmp_path: 
     assert "Run the same command again" in re.sub(r"\s+", " ", message)
     assert "Traceback" not in message
     assert not (tmp_path / "out").exists()
-    done = qerl_command(*words)
+    done = command(*words)
     assert "Resuming" in done.stderr
     assert last_json(done)["quantized_layers"] == 28
 
 
-def test_config_prints_resolved_settings_with_help() -> None:
-    done = qerl_command("config", "quantize.method=rtn")
+def test_config_prints_resolved_settings_with_help(command: Command) -> None:
+    done = command("config", "quantize.method=rtn")
     assert last_json(done)["quantize.method"] == "rtn"
     assert "4-bit format" in re.sub(r"[\s│]+", " ", done.stdout)
 
 
-def test_memory_prints_the_papers_table() -> None:
-    result = last_json(qerl_command("memory"))
+def test_memory_prints_the_papers_table(command: Command) -> None:
+    result = last_json(command("memory"))
     assert result["qwen2.5-7b"]["bf16"] == pytest.approx(15.2, rel=0.02)
     assert result["qwen2.5-7b"]["nvfp4"] == pytest.approx(5.9, rel=0.02)
 

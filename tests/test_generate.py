@@ -12,7 +12,8 @@ import transformers
 
 from qerl.generate import Generation, Job, encode, read_prompts, stop_ids
 from qerl.records import Sampling
-from tests.test_cli import last_json, qerl_command
+from tests.conftest import Command
+from tests.test_cli import last_json
 
 
 @pytest.fixture
@@ -22,9 +23,9 @@ def folder(make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path],
     return path
 
 
-def test_the_command_gives_what_transformers_generates(folder: Path, tmp_path: Path) -> None:
+def test_the_command_gives_what_transformers_generates(folder: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n{"prompt": [{"role": "user", "content": "hello"}]}\n')
-    done = qerl_command(
+    done = command(
         *("generate", "--model", folder, "--file", tmp_path / "prompts.jsonl", "--base", "bf16", "--dtype", "float32"),
         *("--max-tokens", 12, "--temperature", 0, "--n", 2, "--out", tmp_path / "rows.jsonl"),
     )
@@ -45,10 +46,10 @@ def test_the_command_gives_what_transformers_generates(folder: Path, tmp_path: P
             assert completion["finish_reason"] in ("stop", "length")
 
 
-def test_an_fp8_cache_is_an_option(folder: Path) -> None:
+def test_an_fp8_cache_is_an_option(folder: Path, command: Command) -> None:
     words = ("generate", "--model", folder, "--base", "bf16", "--prompt", "abc", "--max-tokens", 5, "--kv-cache-dtype")
-    assert last_json(qerl_command(*words, "fp8"))["tokens"] > 0
-    wrong = qerl_command(*words, "int8")
+    assert last_json(command(*words, "fp8"))["tokens"] > 0
+    wrong = command(*words, "int8")
     assert wrong.returncode == 2
     assert "no kv_cache_dtype 'int8'; choose one of auto, fp8, fp8_e4m3" in wrong.stderr
 
@@ -69,7 +70,7 @@ def test_all_eos_ids_of_the_generation_config_stop(folder: Path) -> None:
     assert stop_ids(folder, transformers.AutoTokenizer.from_pretrained(folder)) == (2, 7, 9)
 
 
-def test_bad_input_is_refused(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path, command: Command) -> None:
     for text, message in (
         ("", "holds no prompts"),
         ("{x", "line 1, is not JSON"),
@@ -80,16 +81,18 @@ def test_bad_input_is_refused(tmp_path: Path) -> None:
         (tmp_path / "p.jsonl").write_text(text)
         with pytest.raises(ValueError, match=message):
             read_prompts(tmp_path / "p.jsonl")
-    done = qerl_command("generate", "--model", tmp_path)
+    done = command("generate", "--model", tmp_path)
     assert done.returncode == 2
     assert "either --prompt TEXT or --file" in done.stderr
 
 
-def test_a_bad_prompt_is_refused_with_the_reason_and_the_others_are_served(folder: Path, tmp_path: Path) -> None:
+def test_a_bad_prompt_is_refused_with_the_reason_and_the_others_are_served(
+    folder: Path, tmp_path: Path, command: Command
+) -> None:
     rows = [{"prompt": "abc"}, {"prompt": ""}, {"prompt": "x" * 200}, {"prompt": "abd"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("generate", "--model", folder, "--base", "bf16", "--max-tokens", 5, "--cache-blocks", 9)
-    done = qerl_command(*words, "--file", tmp_path / "p.jsonl", "--out", tmp_path / "out.jsonl")
+    done = command(*words, "--file", tmp_path / "p.jsonl", "--out", tmp_path / "out.jsonl")
     result = last_json(done)
     assert (result["prompts"], result["refused"], result["cache_blocks"]) == (4, 2, 9)
     assert "1 of 4 prompts were refused" in done.stderr
@@ -98,7 +101,7 @@ def test_a_bad_prompt_is_refused_with_the_reason_and_the_others_are_served(folde
     assert [len(row["completions"]) for row in out] == [1, 0, 0, 1]
     assert "at least one token" in out[1]["error"]
     assert "context is 128" in out[2]["error"]
-    alone = qerl_command(*words, "--prompt", "")
+    alone = command(*words, "--prompt", "")
     assert alone.returncode == 2
     assert "at least one token" in alone.stderr
 

@@ -55,8 +55,10 @@ def allocated_gb(device: torch.device) -> float | None:
 def occupied(gigabytes: float | None, device: torch.device) -> VirtualMemory | None:
     """Takes so much of a GPU that only these gigabytes are left for everything, CUDA's context and the cache included;
     hold on to it. torch does not count it."""
-    if gigabytes is None or device.type != "cuda":
+    if gigabytes is None:
         return None
+    if device.type != "cuda":
+        raise ValueError("--limit-gb is for a GPU's memory: leave it out on a CPU.")
     total = torch.cuda.mem_get_info(device)[1]
     rest = int(total - gigabytes * 1e9)
     if rest <= 0:

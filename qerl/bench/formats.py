@@ -10,14 +10,14 @@ from qerl.quant import mxfp4, nf4, nvfp4
 ROWS, COLUMNS = 1024, 4096
 
 
-def weights(kind: str, generator: torch.Generator) -> Tensor:
+def weights(kind: str, generator: torch.Generator, rows: int = ROWS) -> Tensor:
     """gaussian; laplace; outliers: gaussian with one weight in 200 twenty times as large. All of unit variance."""
-    normal = torch.randn(ROWS, COLUMNS, generator=generator)
+    normal = torch.randn(rows, COLUMNS, generator=generator)
     if kind == "laplace":
-        uniform = torch.rand(ROWS, COLUMNS, generator=generator) - 0.5
+        uniform = torch.rand(rows, COLUMNS, generator=generator) - 0.5
         normal = -uniform.sign() * torch.log1p(-2 * uniform.abs().clamp(max=0.4999999))
     elif kind == "outliers":
-        chosen = torch.rand(ROWS, COLUMNS, generator=generator) < 0.005
+        chosen = torch.rand(rows, COLUMNS, generator=generator) < 0.005
         normal = torch.where(chosen, normal * 20, normal)
     elif kind != "gaussian":
         raise ValueError(f"There are no weights of kind {kind!r}.")
@@ -40,16 +40,16 @@ class FormatError:
         return 1 - self.mse / self.rtn
 
 
-def measure(seed: int = 0) -> list[FormatError]:
-    rows = []
+def measure(seed: int = 0, rows: int = ROWS) -> list[FormatError]:
+    found = []
     for kind in ("gaussian", "laplace", "outliers"):
-        weight = weights(kind, torch.Generator().manual_seed(seed))
+        weight = weights(kind, torch.Generator().manual_seed(seed), rows)
         for name, bits in (("nvfp4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5)):
             errors = {
                 method: float((_round_trip(name, weight, method) - weight).square().mean()) for method in ("rtn", "mse")
             }
-            rows.append(FormatError(kind, name, bits, errors["rtn"], errors["mse"]))
-    return rows
+            found.append(FormatError(kind, name, bits, errors["rtn"], errors["mse"]))
+    return found
 
 
 def _round_trip(format: str, weight: Tensor, method: str) -> Tensor:

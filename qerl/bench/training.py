@@ -46,6 +46,8 @@ class Passes:
 def measure(job: Passes, say: Say) -> Iterator[dict[str, Any]]:
     """A row for each shape, base and number of tokens; rivals come first, so that the others have their ratios."""
     device = resolve_device(None if job.device == "auto" else job.device)
+    if job.profile and device.type != "cuda":
+        raise ValueError("--profile shows a GPU's kernels: leave it out on a CPU.")
     require(job.bases)
     for name in job.shapes:
         done: dict[tuple[str, int], float] = {}
@@ -91,7 +93,7 @@ def _row(
     try:
         times = [_one(model, packed, blocks) for _ in range(WARM + job.repeats)][WARM:]
         peak = peak_gb(device)
-        if job.profile and device.type == "cuda":
+        if job.profile:
             _profile(model, packed, blocks, say)
     except torch.OutOfMemoryError:
         _forget(model)

@@ -48,9 +48,10 @@ def bench_quantize(
 
 @bench.command("rollout")
 def bench_rollout(
+    context: typer.Context,
     shape: Annotated[str, typer.Option(help="Shape of the random model; with --batch a list.")] = "tiny",
-    prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 32,
-    samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 8,
+    prompts: Annotated[int, typer.Option(help="Without --batch: how many prompts.", min=1)] = 32,
+    samples: Annotated[int, typer.Option(help="Without --batch: samples of each.", min=1)] = 8,
     max_tokens: Annotated[str, typer.Option(help="New tokens at most; with --batch a list.")] = "256",
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda.", show_default="cpu; with --batch a GPU if there is one")
@@ -73,6 +74,12 @@ def bench_rollout(
 
     With --batch, the engine alone: every combination of the lists, all samples as long as --max-tokens.
     """
+    _refuse_unread(
+        context,
+        "batch",
+        with_it=("base", "rank", "prompt", "run_up_to", "kv_cache_dtype"),
+        without_it=("prompts", "samples"),
+    )
     from qerl.bench.results import append_rows
     from qerl.bench.rollout import compare
 
@@ -186,6 +193,7 @@ def bench_logprobs(
 
 @bench.command("step")
 def bench_step(
+    context: typer.Context,
     shape: Annotated[str, typer.Option(help="Shapes of the random models, as qwen2.5-3b,qwen2.5-7b.")] = "tiny",
     base: Annotated[
         str, typer.Option(help="Bases: bf16, nvfp4, mxfp4, nf4, bitsandbytes (NF4 on its own kernels, as in QLoRA).")
@@ -196,17 +204,23 @@ def bench_step(
     segment: Annotated[int, typer.Option(help="With --tokens: tokens of a sequence.", min=2)] = 768,
     repeats: Annotated[int, typer.Option(help="With --tokens: passes; the median counts.", min=1)] = 3,
     profile: Annotated[bool, typer.Option("--profile", help="With --tokens: the GPU's time by kernel.")] = False,
-    prompts: Annotated[int, typer.Option(help="Prompts of a step.", min=1)] = 16,
-    group: Annotated[int, typer.Option(help="Completions of each.", min=2)] = 8,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 256,
-    new: Annotated[int, typer.Option(help="Tokens of a completion.", min=1)] = 512,
-    running: Annotated[str, typer.Option(help="Sequences in flight, as 8,32,128.")] = "128",
-    micro_batch: Annotated[int, typer.Option(help="Packed tokens of a forward and backward pass.", min=1)] = 16384,
-    updates: Annotated[int, typer.Option(help="Updates a step; above 1 with old log-probs.", min=1)] = 1,
-    steps: Annotated[int, typer.Option(help="Steps, the first of which does not count.", min=2)] = 3,
+    prompts: Annotated[int, typer.Option(help="Without --tokens: prompts of a step.", min=1)] = 16,
+    group: Annotated[int, typer.Option(help="Without --tokens: completions of each.", min=2)] = 8,
+    prompt: Annotated[int, typer.Option(help="Without --tokens: tokens of a prompt.", min=1)] = 256,
+    new: Annotated[int, typer.Option(help="Without --tokens: tokens of a completion.", min=1)] = 512,
+    running: Annotated[str, typer.Option(help="Without --tokens: sequences in flight, as 8,32,128.")] = "128",
+    micro_batch: Annotated[
+        int, typer.Option(help="Without --tokens: packed tokens of a forward and backward pass.", min=1)
+    ] = 16384,
+    updates: Annotated[
+        int, typer.Option(help="Without --tokens: updates a step; above 1 with old log-probs.", min=1)
+    ] = 1,
+    steps: Annotated[int, typer.Option(help="Without --tokens: steps; the first does not count.", min=2)] = 3,
     rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
     recompute: Annotated[str, typer.Option(help="Blocks that are recomputed: auto, all, none, a number.")] = "auto",
-    limit_gb: Annotated[float | None, typer.Option(help="Leave only so much of the GPU, context included.")] = None,
+    limit_gb: Annotated[
+        float | None, typer.Option(help="Without --tokens: leave only so much of the GPU, context included.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     csv: Csv = None,
 ) -> None:
@@ -214,6 +228,12 @@ def bench_step(
 
     With --tokens, the training pass alone: tokens/s, TFLOP/s, time of layers and log-probs, memory.
     """
+    _refuse_unread(
+        context,
+        "tokens",
+        with_it=("segment", "repeats", "profile"),
+        without_it=("prompts", "group", "prompt", "new", "running", "micro_batch", "updates", "steps", "limit_gb"),
+    )
     shapes, bases = list(_words(shape)), list(_words(base))
     if tokens is not None:
         from qerl.bench.training import Passes
@@ -236,6 +256,21 @@ def bench_step(
              "plan_device_gb", "cache_gb", "last_s", "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
     title = f"A step: {prompts} x {group} completions of {new} tokens, prompts of {prompt}"
     _measured(whole(work, say), shown, title, csv, turned=True)
+
+
+def _refuse_unread(context: typer.Context, switch: str, with_it: tuple[str, ...], without_it: tuple[str, ...]) -> None:
+    """A command that measures two things, by whether `switch` is given, has options that only one of them reads: those
+    of the other are refused where a person wrote them, even with their default."""
+    given = context.params[switch] is not None
+    written = [
+        f"--{name.replace('_', '-')}"
+        for name in (without_it if given else with_it)
+        if (source := context.get_parameter_source(name)) is not None and source.name != "DEFAULT"
+    ]
+    if written and given:
+        raise ValueError(f"With --{switch}, nothing reads {', '.join(written)}: leave out the one or the other.")
+    if written:
+        raise ValueError(f"Without --{switch}, nothing reads {', '.join(written)}: add --{switch}, or leave that out.")
 
 
 def _numbers(text: str, least: int = 1) -> list[int]:

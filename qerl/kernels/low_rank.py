@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROWS = 64  # of y for which kernels look up their adapter once
+
 
 @dataclass(frozen=True)
 class LowRank:
@@ -15,13 +17,18 @@ class LowRank:
 
     a: Tensor  # [parts * rank, K]
     b: Tensor  # [N, rank]
-    column: Tensor  # int32 [N/64 + 1]: first row of A for each 64 rows of y; last, the rows of A in all
+    column: Tensor  # int32 [N/ROWS + 1]: first row of A for each ROWS of y; last, the rows of A in all
     scale: float
     sizes: tuple[int, ...]  # N of each part
 
     @property
     def rank(self) -> int:
         return self.b.shape[1]
+
+
+def kernels_take(sizes: tuple[int, ...]) -> bool:
+    """Whether every part begins at a multiple of `ROWS`, so that no such rows have two adapters."""
+    return all(size % ROWS == 0 for size in sizes[:-1])
 
 
 def low_rank_buffers(
@@ -31,7 +38,7 @@ def low_rank_buffers(
     padded = max(16, 1 << (rank - 1).bit_length())
     a = torch.zeros(len(sizes) * padded, inputs, dtype=dtype, device=device)
     b = torch.zeros(sum(sizes), padded, dtype=dtype, device=device)
-    column = [part * padded for part, size in enumerate(sizes) for _ in range(-(-size // 64))]
+    column = [part * padded for part, size in enumerate(sizes) for _ in range(-(-size // ROWS))]
     return LowRank(a, b, torch.tensor([*column, len(a)], dtype=torch.int32, device=device), scale, sizes)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qerl.kernels.choice import fused
 from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.heads import Heads
-from qerl.kernels.low_rank import LowRank, low_rank_buffers
+from qerl.kernels.low_rank import LowRank, kernels_take, low_rank_buffers
 from qerl.kernels.nf4_tiles import Nf4Tiles, tile_nf4
 from qerl.kernels.quant_linear import Adapter, Part, Scratch, quant_linear
 from qerl.kernels.rms_norm import add_rms_norm
@@ -215,9 +215,9 @@ class Projection(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def lay_out_lora(self, dtype: torch.dtype) -> None:
-        """Put LoRA's copies where kernels read them together. Parts must begin at multiples of 64, as kernels work."""
+        """Put LoRA's copies where kernels read them together, where the parts' sizes let them."""
         parts = [self.lora[part] for part in self.parts if part in self.lora]
-        if not parts or any(size % 64 for size in self.sizes[:-1]):
+        if not parts or not kernels_take(self.sizes):
             return
         first = parts[0]
         assert isinstance(first, Lora)

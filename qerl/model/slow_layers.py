@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from qerl.kernels.low_rank import ROWS, kernels_take
 from qerl.model.layers import Projection, QuantizedWeight
 from qerl.quant.nf4 import NF4
-
-LORA_ROWS = 64  # of a fused layer's part, whole, so that a kernel's tile reads one adapter
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def warn_of_slow_lora(model: nn.Module) -> None:
         log.warning(
             "LoRA of %d fused layers (the first is %s) takes a slow path, and so do the layers: their parts (q, k, v; "
             "gate, up) have outputs that are no multiples of %d, as the GPU kernels want them.",
-            *(len(names), names[0], LORA_ROWS),
+            *(len(names), names[0], ROWS),
         )
 
 
@@ -57,7 +56,7 @@ def slow_weight(weight: nn.Module, dtype: torch.dtype) -> str:
 
 
 def slow_lora(projection: Projection) -> bool:
-    return bool(projection.lora) and any(size % LORA_ROWS for size in projection.sizes[:-1])
+    return bool(projection.lora) and not kernels_take(projection.sizes)
 
 
 def _projections(model: nn.Module) -> Iterator[tuple[str, Projection]]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from qerl.bench import decode, logprobs, prefill, startup
-from qerl.cli.bench import bench_rollout
+from qerl.cli import app
 from qerl.engine.engine import Engine
 from qerl.model.loader import load
 from qerl.model.random_checkpoint import write_random_checkpoint
@@ -103,15 +104,24 @@ def test_they_measure_on_a_gpu(base: str, record_property: Callable[[str, object
         assert 0 < row["mean"] <= row["max"]
 
 
-def test_the_command_takes_lists_and_ends_in_one_line_of_json(tmp_path: Path, capsys) -> None:
+def test_the_command_takes_lists_and_ends_in_one_line_of_json(tmp_path: Path) -> None:
     csv = tmp_path / "rows.csv"
-    bench_rollout(batch="1,2", base="bf16", rank="0,8", prompt=4, device="cpu", max_tokens="3", csv=csv)
-    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]) == 4
+    words = "bench rollout --batch 1,2 --base bf16 --rank 0,8 --prompt 4 --device cpu --max-tokens 3"
+    done = CliRunner().invoke(app, [*words.split(), "--csv", str(csv)])
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(done.stdout.splitlines()[-1])["rows"]) == 4
     assert csv.read_text().splitlines()[0] == ",".join((*COLUMNS, "gpu", "commit"))
-    for options, message in (
-        ({"batch": "1,x"}, "no list of numbers from 1 up"),
-        ({"batch": "1", "shape": "tiny,qwen"}, "no shape 'qwen'"),
-        ({"max_tokens": "3,4"}, "belong to --batch"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            bench_rollout(**options)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch 1,x", "no list of numbers from 1 up"),
+        ("--batch 1 --shape tiny,qwen", "no shape 'qwen'"),
+        ("--max-tokens 3,4", "belong to --batch"),
+    ],
+)
+def test_what_makes_no_list_is_refused(words: str, message: str) -> None:
+    error = CliRunner().invoke(app, ["bench", "rollout", *words.split()]).exception
+    assert isinstance(error, ValueError)
+    assert message in str(error)

@@ -27,6 +27,7 @@ from qerl.rl.rollout import train_samples
 from qerl.rl.run import build
 from qerl.rl.trainer import Trainer
 from qerl.tasks import arithmetic
+from tests.conftest import Command
 from tests.test_cli import last_json, qerl_command
 
 
@@ -151,7 +152,7 @@ def test_an_fp8_cache_and_its_mismatch(tmp_path: Path) -> None:
         tiny_job(tmp_path, "kv_cache_dtype=fp8_e4m3", "correction.form=off")
 
 
-def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
+def test_a_run_leaves_what_it_promises(tmp_path: Path, command: Command) -> None:
     done = qerl_command(
         *("train", f"output_dir={tmp_path / 'run'}", "max_steps=3", "prompts_per_step=4", "num_generations=4"),
         *("eval_size=20", "save_steps=1", "save_total_limit=2", "noise.num_stages=3"),
@@ -180,7 +181,7 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     assert "Before and after" in done.stdout
     peft_config = json.loads((run / "checkpoints" / "step-000003" / "adapter" / "adapter_config.json").read_text())
     assert peft_config["peft_type"] == "LORA"
-    again = qerl_command("train", f"output_dir={run}", "max_steps=3")
+    again = command("train", f"output_dir={run}", "max_steps=3")
     assert again.returncode == 2
     assert "holds a run already" in again.stderr
 
@@ -224,10 +225,9 @@ def test_a_grader_that_always_raises_stops_the_run_at_its_first_samples(tmp_path
             qerl.train(job)
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path, step: int) -> None:
+def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     options = ("max_steps=4", "eval_steps=2", "save_steps=100", "noise.schedule=entropy", "steps_per_generation=2")
-    asked = [step]  # once so many steps are done, in a rollout or an evaluation, once
+    asked: list[int] = []  # once so many steps are done, in a rollout or an evaluation, once
 
     def accuracy(completions, answer, trainer_state, **kwargs):
         from qerl.tasks.arithmetic import accuracy as grade
@@ -237,11 +237,14 @@ def test_an_interrupted_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path: P
             raise KeyboardInterrupt
         return [grade(c, a) for c, a in zip(completions, answer, strict=True)]
 
-    with pytest.raises(Interrupted, match=rf"Stopped after step {step} of 4. To go on: qerl train --resume"):
-        qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy)
-    qerl.train(tiny_job(tmp_path / "a", *options), reward_funcs=accuracy, resume=True)
-    qerl.train(tiny_job(tmp_path / "b", *options), reward_funcs=accuracy)
-    assert timeless(tmp_path / "a" / "metrics.jsonl") == timeless(tmp_path / "b" / "metrics.jsonl")
+    qerl.train(tiny_job(tmp_path / "whole", *options), reward_funcs=accuracy)
+    for step in (1, 2):
+        folder = tmp_path / str(step)
+        asked.append(step)
+        with pytest.raises(Interrupted, match=rf"Stopped after step {step} of 4. To go on: qerl train --resume"):
+            qerl.train(tiny_job(folder, *options), reward_funcs=accuracy)
+        qerl.train(tiny_job(folder, *options), reward_funcs=accuracy, resume=True)
+        assert timeless(folder / "metrics.jsonl") == timeless(tmp_path / "whole" / "metrics.jsonl"), step
 
 
 def test_resume_takes_the_runs_own_settings(tmp_path: Path) -> None:
@@ -369,7 +372,7 @@ def test_bad_settings_are_refused_before_any_work(tmp_path: Path) -> None:
 
 
 def test_trls_own_reward_functions_and_a_dataset_run_unmodified(
-    tmp_path: Path, make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path], None]
+    tmp_path: Path, make_checkpoint: Callable[..., Path], add_tokenizer: Callable[[Path], None], command: Command
 ) -> None:
     from datasets import Dataset
     from trl.rewards import get_soft_overlong_punishment, think_format_reward
@@ -401,7 +404,7 @@ def test_trls_own_reward_functions_and_a_dataset_run_unmodified(
         reward_funcs=[think_format_reward, get_soft_overlong_punishment(20, 5), level_reward],
         train_dataset=dataset,
     )
-    again = qerl_command("train", "--resume", f"output_dir={result.output_dir}", "max_steps=3")
+    again = command("train", "--resume", f"output_dir={result.output_dir}", "max_steps=3")
     assert again.returncode == 2
     assert "has its data from Python" in again.stderr
     line = read_metrics(result.output_dir / "metrics.jsonl")[-1]
@@ -438,7 +441,8 @@ def test_a_run_can_start_from_an_adapter_which_is_then_its_reference(tmp_path: P
 def test_reward_rises(tmp_path: Path) -> None:
     result = qerl.train(
         load_config(
-            default_recipe(), ["max_steps=20", "eval_size=200", "eval_steps=20", f"output_dir={tmp_path / 'run'}"]
+            default_recipe(),
+            ["max_steps=14", "prompts_per_step=8", "eval_size=100", f"output_dir={tmp_path / 'run'}"],
         )
     )
     assert result.after["eval_accuracy"] >= result.before["eval_accuracy"] + 0.2

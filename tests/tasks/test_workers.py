@@ -194,9 +194,10 @@ def test_closing_ends_everything_at_once():
 
 
 SCRIPT = """
-import sys, time
+import signal, time
 from qerl.tasks.grader import Grader
 from qerl.tasks.workers import Workers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background starts with Ctrl-C ignored
 with Workers(2) as workers:
     process = Grader("process", "tests.tasks.graders:process", 60.0)
     print(*{int(g.score) for g in workers.grade(process, [("", {})] * 20)}, flush=True)
