@@ -1,7 +1,7 @@
 """Rollout speed: random weights of a shape, LoRA on all projections, every sample to its full length.
 
-Prefill is the time to the first token of all; the decode phase is the rest. The floor reads weights, adapter and cached
-keys and values once a step at 4.0 TB/s.
+Prefill is the time until all have their first token; the decode phase is the rest. The floor reads weights, adapter and
+cached keys and values once a step at 4.0 TB/s.
 
 Short traces are run as they are. Of long ones, decode steps are timed at `CONTEXTS` contexts from the prompt's length
 to the last, over a cache of zeros, and integrated (between contexts a step's time is taken as linear): 8192 tokens need
@@ -84,23 +84,23 @@ def _rows(
     token_bytes = block_bytes(model, BLOCK_SIZE, table.kv_cache_dtype) / BLOCK_SIZE
     for batch in table.batches:
         say(f"{shape} {base} r = {rank}, batch {batch} ...")
-        requests, first = _requests(model, batch, table.prompt), None
+        requests, prefill = _requests(model, batch, table.prompt), None
         for new in table.new_tokens:
             if batch * _blocks(table.prompt + new + engine.lookahead) > blocks:
                 say(f"batch {batch} with {new} new tokens does not fit: the cache has room for {blocks} blocks")
                 continue
-            if first is None:
-                engine.generate(requests, Sampling(max_tokens=WARM_UP))  # kernels are compiled, graphs captured
-                first = _seconds(engine, requests, 1)
+            if prefill is None:
+                _phases(engine, requests, WARM_UP)  # kernels are compiled, graphs captured
                 say(f"decode steps are {decoded(engine)}")
             if new <= table.run_up_to:
-                step, timed = (_seconds(engine, requests, new) - first) / max(1, new - 1), "every step"
+                (prefill, step), timed = _phases(engine, requests, new), "every step"
             else:
+                prefill = prefill or _phases(engine, requests, 1)[0]
                 step, timed = mean_step_seconds(engine, batch, table.prompt, new), f"{CONTEXTS} contexts"
             least = (_weight_bytes(model) + batch * (table.prompt + new / 2) * token_bytes) / BANDWIDTH
             yield {
                 "model": shape, "base": base, "rank": rank, "batch": batch, "prompt": table.prompt, "new_tokens": new,
-                "kv_cache_dtype": table.kv_cache_dtype, "prefill_ms": round(1e3 * first, 1),
+                "kv_cache_dtype": table.kv_cache_dtype, "prefill_ms": round(1e3 * prefill, 1),
                 "tokens_per_s": round(batch / step, 1), "step_ms": round(1e3 * step, 3),
                 "floor_ms": round(1e3 * least, 3), "of_floor": round(least / step, 2), "timed": timed,
                 "peak_gb": round(_peak_gb(engine), 2),
@@ -164,12 +164,27 @@ def _blocks(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
 
 
-def _seconds(engine: Engine, requests: list[Request], new: int) -> float:
+def _phases(engine: Engine, requests: list[Request], new: int) -> tuple[float, float]:
+    """Seconds until each sequence has its first token, and of a decode step of all after that.
+
+    A run that is broken off has no such figures: the interruption goes on to the caller.
+    """
     if engine.model.device.type == "cuda":
         torch.cuda.synchronize()
-    begun = time.monotonic()
-    engine.generate(requests, Sampling(max_tokens=new))
-    return time.monotonic() - begun
+    waiting, later = {request.id for request in requests}, 0
+    begun = first = time.monotonic()
+
+    def on_tokens(request: int, sample: int, tokens: list[int]) -> None:
+        nonlocal first, later
+        if waiting:
+            waiting.discard(request)
+            first = time.monotonic()
+        else:
+            later += len(tokens)
+
+    for _ in engine.stream(requests, Sampling(max_tokens=new), on_tokens):
+        pass
+    return first - begun, (time.monotonic() - first) * len(requests) / max(1, later)
 
 
 def _peak_gb(engine: Engine) -> float:

@@ -54,9 +54,8 @@ def measure(
     blocks = blocks_that_fit(model, BLOCK_SIZE, [prompt + new + BLOCK_SIZE] * batch, kv_cache_dtype=kv_cache_dtype)
     engine = Engine(model, blocks, BLOCK_SIZE, max_running=batch, kv_cache_dtype=kv_cache_dtype)
     say(f"Sampling {batch} x {new} tokens ...")
-    done = engine.generate(
-        [Request(i, prompt_ids) for i, prompt_ids in enumerate(ids)], Sampling(max_tokens=new, noise=True)
-    )
+    requests = [Request(i, prompt_ids) for i, prompt_ids in enumerate(ids)]
+    done = sorted(engine.stream(requests, Sampling(max_tokens=new, noise=True)), key=lambda c: c.request)
     engine.sleep()
     sampled = torch.tensor([p for completion in done for p in completion.policy_logprobs])
     for way, gradients in (("scored, no gradients", False), ("trained, gradients", True)):

@@ -42,11 +42,11 @@ def measure(
     for count, each in ((prompts, samples), (total, 1)):
         say(f"{count} prompts x {each} ...")
         requests = [Request(i, ids[i], each) for i in range(count)]
-        engine.generate(requests, Sampling(max_tokens=TOKENS))  # kernels are compiled, graphs captured
+        list(engine.stream(requests, Sampling(max_tokens=TOKENS)))  # kernels are compiled, graphs captured
         if where.type == "cuda":
             torch.cuda.synchronize()
         begun = time.monotonic()
-        engine.generate(requests, Sampling(max_tokens=TOKENS))
+        list(engine.stream(requests, Sampling(max_tokens=TOKENS)))  # an interruption goes on to the caller
         yield {
             "model": shape, "base": base, "rank": rank, "prompts": count, "samples": each, "prompt": prompt,
             "ms": round(1e3 * (time.monotonic() - begun), 1),

@@ -83,11 +83,11 @@ def _qerl(folder: Path, work: Work, device: torch.device, graphs: bool | None = 
     engine = Engine(model, blocks_that_fit(model, BLOCK_SIZE, lengths), BLOCK_SIZE, graphs=graphs)
     requests = [Request(i, prompt, samples) for i, prompt in enumerate(ids)]
     if device.type == "cuda":  # first uses: a rollout of the same shapes, so that graphs are captured
-        engine.generate(requests, Sampling(max_tokens=max_tokens, stop_ids=stop, rollout=1, seed=SEED))
+        list(engine.stream(requests, Sampling(max_tokens=max_tokens, stop_ids=stop, rollout=1, seed=SEED)))
     else:
-        engine.generate(requests[:1], Sampling(max_tokens=2))
+        list(engine.stream(requests[:1], Sampling(max_tokens=2)))
     started = time.monotonic()
-    done = engine.generate(requests, Sampling(max_tokens=max_tokens, stop_ids=stop, rollout=1, seed=SEED))
+    done = list(engine.stream(requests, Sampling(max_tokens=max_tokens, stop_ids=stop, rollout=1, seed=SEED)))
     return sum(len(completion.token_ids) for completion in done), time.monotonic() - started
 
 

@@ -1,6 +1,7 @@
 """The benchmarks of rollouts on the tiny shape: what rows say, never how fast anything was."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,25 @@ def test_every_combination_is_a_row_and_long_traces_are_integrated() -> None:
     assert {tuple(row) for row in rows} == {COLUMNS}
     assert {(row["new_tokens"], row["timed"]) for row in rows} == {(4, "every step"), (40, "5 contexts")}
     assert all(row["tokens_per_s"] > 0 and row["step_ms"] > 0 and row["peak_gb"] > 0 for row in rows)
+
+
+def test_an_interruption_is_no_measurement() -> None:
+    table = decode.Table(("tiny",), ("bf16",), (0,), (2,), (64,), prompt=8, run_up_to=64, device="cpu")
+
+    def say(text: str) -> None:
+        if "decode steps are" in text:  # the next thing is the run that counts
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(decode.measure(table, say))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_what_does_not_fit_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
