@@ -193,19 +193,36 @@ def change_in_percent(sums: Any) -> Any:
     return 100 * (sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2] - 1)
 
 
-def speed_table() -> str:
-    """Decode tokens/s by model, base and batch from benchmarks/results/decode.csv: the last measurement of each."""
-    speeds: dict[tuple[str, str, int], float] = {}
+def speeds(*by: str, **where: Any) -> dict[tuple[str, ...], dict[str, float]]:
+    """Decode tokens/s of each base in benchmarks/results/decode.csv: the last measurement of each combination of `by`
+    among the rows that are as `where` says; a function there takes what stands in the row."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
     with open(ROOT / "benchmarks" / "results" / "decode.csv") as file:
         for row in csv.DictReader(file):
-            if row["rank"] == "32" and row["kv_cache_dtype"] == "auto" and int(row["new_tokens"]) <= 256:
-                speeds[row["model"], row["base"], int(row["batch"])] = float(row["tokens_per_s"])
-    rows = []
-    for model, batch in sorted({(model, batch) for model, _, batch in speeds}, key=lambda x: (len(x[0]), x)):
-        four, sixteen = speeds.get((model, "nvfp4", batch)), speeds.get((model, "bf16", batch))
+            if all(want(row[key]) if callable(want) else row[key] == want for key, want in where.items()):
+                found.setdefault(tuple(row[key] for key in by), {})[row["base"]] = float(row["tokens_per_s"])
+    return found
+
+
+def speed_table(*by: str, **where: Any) -> str:
+    """NVFP4 beside bf16, by `by`."""
+    found, rows = speeds(*by, rank="32", kv_cache_dtype="auto", **where), []
+    for key in sorted(found, key=lambda key: [(len(word), word) for word in key]):
+        four, sixteen = found[key].get("nvfp4"), found[key].get("bf16")
         cells = [f"{speed:.0f}" if speed else "not measured yet" for speed in (four, sixteen)]
-        rows.append([model, str(batch), *cells, f"{four / sixteen:.2f}" if four and sixteen else ""])
-    return markdown(["model", "batch", "NVFP4, tokens/s", "bf16, tokens/s", "ratio"], rows)
+        rows.append([*key, *cells, f"{four / sixteen:.2f}" if four and sixteen else ""])
+    return markdown([*(name.replace("_", " ") for name in by), "NVFP4, tokens/s", "bf16, tokens/s", "ratio"], rows)
+
+
+def rank_table() -> str:
+    """The 7B's speed by rank and batch, and of that without LoRA."""
+    found = speeds("batch", "rank", model="qwen2.5-7b", base="nvfp4", timed="5 contexts", new_tokens="256")
+    ranks = sorted({int(rank) for _, rank in found})
+    rows = []
+    for batch in sorted({batch for batch, _ in found}, key=int):
+        by_rank = [found[batch, str(rank)]["nvfp4"] for rank in ranks]
+        rows.append([batch, *(f"{speed:.0f} ({speed / by_rank[0]:.2f})" for speed in by_rank)])
+    return markdown(["batch", *(f"r = {rank}" if rank else "no LoRA" for rank in ranks)], rows)
 
 
 def gsm8k_table(runs: list[Run], papers: bool) -> str:
@@ -258,7 +275,9 @@ def tables() -> dict[str, str]:
         "schedules": arms_table(tiny, SCHEDULES, rise | after, "last 5"),
         "noise": arms_table(tiny, NOISE, rise | noise | after, "last 5"),
         "noise on bf16": arms_table(tiny, NOISE_ON_BF16, rise | noise | after, "last 5"),
-        "speed": speed_table(),
+        "speed": speed_table("model", "batch", timed="every step"),
+        "speed by length": speed_table("batch", "new_tokens", model="qwen2.5-7b", new_tokens=lambda n: int(n) > 512),
+        "speed by rank": rank_table(),
         "gsm8k, equal learning rate": gsm8k_table(gsm8k, papers=False),
         "gsm8k, the paper's learning rates": gsm8k_table(gsm8k, papers=True),
     }
