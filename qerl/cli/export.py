@@ -23,7 +23,10 @@ def export(
     target: Annotated[
         str | None, typer.Option("--for", help="vllm: LoRA alone, and the base with the trained norms.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of merged weights: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="With --form merged: bfloat16, float16 or float32.", show_default="bfloat16"),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="The base.", show_default="what the run says")] = None,
     base: Annotated[
         str | None, typer.Option(help="bf16, nvfp4, mxfp4 or nf4.", show_default="what the run says")
@@ -39,7 +42,7 @@ def export(
     """
     if form not in FORMS:
         raise ValueError(f"There is no form {form!r}; choose one of {', '.join(FORMS)}.")
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"There is no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if target not in (None, "vllm"):
         raise ValueError(f"There is no --for {target}; vllm is what needs help.")
@@ -55,6 +58,8 @@ def export(
     if trained.weights is not None and form == "adapter" and target is None:
         say("It was trained in full: exporting its weights (--form merged).")
         form = "merged"
+    if dtype is not None and form != "merged":
+        raise ValueError(f"--form {form} has no dtype of its own: drop --dtype, or ask for --form merged.")
     say(f"Exporting {trained.origin} ...")
     try:
         with byte_progress("writing") as (on_plan, on_bytes):
@@ -64,7 +69,7 @@ def export(
             elif form == "adapter":
                 made = forms.export_adapter(trained, out, watch)
             elif form == "merged":
-                made = forms.export_merged(trained, out, dtype, device, check, watch)
+                made = forms.export_merged(trained, out, dtype or DTYPES[0], device, check, watch)
             else:
                 made = forms.export_nvfp4(trained, out, device, watch)
     except KeyboardInterrupt as error:

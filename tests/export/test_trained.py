@@ -68,6 +68,8 @@ def test_the_command_makes_a_model_that_transformers_and_peft_load(
     assert json.loads(shown.splitlines()[-1])["difference"]["same_token"] == 1.0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")("1+1=")["input_ids"]
+    with pytest.raises(ValueError, match="drop --dtype, or ask for --form merged"):
+        export(run, tmp_path / "adapter", dtype="float32")
     export(run, tmp_path / "adapter")
     assert "which vLLM refuses" in json.loads(capsys.readouterr().out.splitlines()[-1])["notes"][1]
     assert peft.PeftModel.from_pretrained(model, tmp_path / "adapter").peft_config
