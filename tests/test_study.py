@@ -99,3 +99,6 @@ def test_a_collected_run_reads_back_as_it_was_without_its_folders(script, tmp_pa
     (run,) = script("measures").read_runs(path)
     assert run.settings == {"seed": 3, "model": "small", "base": "nf4"}
     assert (run.seed, run.steps, run.evals) == (3, lines[1:], lines[:1])
+    kept, count = script("collect").merged(path, [{"run": "other", "settings": {}}])
+    assert (count, [line["run"] for line in kept]) == (1, [f"{tmp_path.name}/one"] * 3 + ["other"])
+    assert script("collect").merged(path, kept[:1]) == (kept[:1], 0)  # a run that comes again replaces its lines

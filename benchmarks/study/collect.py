@@ -1,7 +1,8 @@
 """Runs into one compressed file, for tables.py: `python benchmarks/study/collect.py OUT.jsonl.gz RUNS...`.
 
 RUNS are folders of runs, such as a sweep's. A run is a line with its settings (no paths: those are of one machine), its
-pass@8 where evaluate.py has been there, then its metrics, a line a step.
+pass@8 where evaluate.py has been there, then its metrics, a line a step. Runs that the file has already stay in it,
+unless they are among RUNS too: the parts of a study come from several machines.
 """
 
 import argparse
@@ -9,6 +10,8 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+
+from measures import read_lines
 
 from qerl.compare.runs import Run, read_runs
 
@@ -24,15 +27,23 @@ def run_lines(run: Run) -> list[dict[str, Any]]:
     return [{"run": name, "settings": settings, "pass8": found}, *({"run": name} | line for line in run.lines)]
 
 
+def merged(path: Path, lines: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """The file's lines of other runs, then these; and how many runs are kept."""
+    new = {line["run"] for line in lines}
+    kept = [line for line in read_lines(path) if line["run"] not in new] if path.exists() else []
+    return kept + lines, len({line["run"] for line in kept})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     asked = parser.parse_args()
     runs = [run for run in read_runs(asked.runs) if not run.damage and not run.unfinished]
-    text = "".join(json.dumps(line) + "\n" for run in runs for line in run_lines(run))
+    lines, kept = merged(asked.out, [line for run in runs for line in run_lines(run)])
+    text = "".join(json.dumps(line) + "\n" for line in lines)
     asked.out.write_bytes(gzip.compress(text.encode(), mtime=0))
-    print(f"{asked.out}: {len(runs)} finished runs")  # noqa: T201
+    print(f"{asked.out}: {len(runs)} finished runs, and {kept} of before")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -51,6 +51,12 @@ NOISE_ON_BF16 = {
     "bf16, no noise": {"base": "bf16", **QUIET},
     "bf16, 0.5 to 0.005": {"base": "bf16", "noise.schedule": "exponential", "noise.sigma_start": 0.5, **CORRECTED},
 }
+RANKS = {f"r = {r}": {"base": "nvfp4", "lora_r": r, "lora_alpha": 2 * r, **QUIET} for r in (16, 32, 64, 128)}
+PROFILES = {
+    "no noise": {"base": "nvfp4", **QUIET},
+    "the same in all blocks": STRONG | CORRECTED | {"noise.profile": "uniform"},
+    "growing with depth": STRONG | CORRECTED | {"noise.profile": "linear"},
+}
 FIVE = {
     "bf16 + LoRA": {"base": "bf16", "noise.schedule": "off"},
     "NF4 + LoRA (QLoRA)": {"base": "nf4", "noise.schedule": "off"},
@@ -199,14 +205,15 @@ def speeds(*by: str, **where: Any) -> dict[tuple[str, ...], dict[str, float]]:
     found: dict[tuple[str, ...], dict[str, float]] = {}
     with open(ROOT / "benchmarks" / "results" / "decode.csv") as file:
         for row in csv.DictReader(file):
-            if all(want(row[key]) if callable(want) else row[key] == want for key, want in where.items()):
+            asked = where | {"kv_cache_dtype": "auto"}
+            if all(want(row[key]) if callable(want) else row[key] == want for key, want in asked.items()):
                 found.setdefault(tuple(row[key] for key in by), {})[row["base"]] = float(row["tokens_per_s"])
     return found
 
 
 def speed_table(*by: str, **where: Any) -> str:
     """NVFP4 beside bf16, by `by`."""
-    found, rows = speeds(*by, rank="32", kv_cache_dtype="auto", **where), []
+    found, rows = speeds(*by, rank="32", **where), []
     for key in sorted(found, key=lambda key: [(len(word), word) for word in key]):
         four, sixteen = found[key].get("nvfp4"), found[key].get("bf16")
         cells = [f"{speed:.0f}" if speed else "not measured yet" for speed in (four, sixteen)]
@@ -217,12 +224,15 @@ def speed_table(*by: str, **where: Any) -> str:
 def rank_table() -> str:
     """The 7B's speed by rank and batch, and of that without LoRA."""
     found = speeds("batch", "rank", model="qwen2.5-7b", base="nvfp4", timed="5 contexts", new_tokens="256")
-    ranks = sorted({int(rank) for _, rank in found})
+    ranks = sorted({int(rank) for _, rank in found} - {0})
     rows = []
     for batch in sorted({batch for batch, _ in found}, key=int):
-        by_rank = [found[batch, str(rank)]["nvfp4"] for rank in ranks]
-        rows.append([batch, *(f"{speed:.0f} ({speed / by_rank[0]:.2f})" for speed in by_rank)])
-    return markdown(["batch", *(f"r = {rank}" if rank else "no LoRA" for rank in ranks)], rows)
+        by_rank = {rank: found.get((batch, str(rank)), {}).get("nvfp4") for rank in (0, *ranks)}
+        share = {
+            rank: f" ({speed / by_rank[0]:.2f})" if speed and by_rank[0] else "" for rank, speed in by_rank.items()
+        }
+        rows.append([batch, *(f"{speed:.0f}{share[rank]}" if speed else "" for rank, speed in by_rank.items())])
+    return markdown(["batch", "no LoRA", *(f"r = {rank}" for rank in ranks)], rows)
 
 
 def gsm8k_table(runs: list[Run], papers: bool) -> str:
@@ -245,8 +255,15 @@ def gsm8k_table(runs: list[Run], papers: bool) -> str:
     return arms_table(runs, arms, measures, "after, %")
 
 
+def alike(runs: list[Run], *keys: str) -> list[Run]:
+    """Those that have the recipe's rank and profile of noise, or what of these is named: tables of other things."""
+    recipe = {"lora_r": 16, "noise.profile": "uniform"}
+    return [run for run in runs if run.is_of({key: recipe[key] for key in keys or recipe})]
+
+
 def tables() -> dict[str, str]:
-    tiny = read_runs(RESULTS / "tiny.jsonl.gz")
+    every = read_runs(RESULTS / "tiny.jsonl.gz")
+    tiny, one_rank = alike(every), alike(every, "lora_r")
     gsm8k = read_runs(RESULTS / "gsm8k.jsonl.gz")
     all_steps: dict[str, tuple[Measure, str]] = {"all steps": (reward_of_all, ".3f")}
     rise = all_steps | {"last 5": (reward_at_end, ".3f")}
@@ -256,8 +273,8 @@ def tables() -> dict[str, str]:
         "all steps": (entropy_of_all, ".3f"),
         "last 5": (entropy_at_end, ".3f"),
     }
-    noise: dict[str, tuple[Measure, str]] = {
-        "entropy": (entropy_of_all, ".3f"),
+    entropy_of: dict[str, tuple[Measure, str]] = {"entropy": (entropy_of_all, ".3f")}
+    noise = entropy_of | {
         "least ESS": (least_sample_size, ".3f"),
         "largest weight": (largest_weight, ".1f"),
     }
@@ -273,9 +290,11 @@ def tables() -> dict[str, str]:
         ),
         "learning rates, difference": rates_table(tiny),
         "schedules": arms_table(tiny, SCHEDULES, rise | after, "last 5"),
+        "profiles": arms_table(one_rank, PROFILES, rise | noise | after, "last 5"),
+        "ranks": arms_table(every, RANKS, rise | entropy_of | after, "last 5"),
         "noise": arms_table(tiny, NOISE, rise | noise | after, "last 5"),
         "noise on bf16": arms_table(tiny, NOISE_ON_BF16, rise | noise | after, "last 5"),
-        "speed": speed_table("model", "batch", timed="every step"),
+        "speed": speed_table("model", "batch", "new_tokens", timed="every step"),
         "speed by length": speed_table("batch", "new_tokens", model="qwen2.5-7b", new_tokens=lambda n: int(n) > 512),
         "speed by rank": rank_table(),
         "gsm8k, equal learning rate": gsm8k_table(gsm8k, papers=False),
@@ -322,7 +341,7 @@ def draw(runs: list[Run], arms: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     PAGE.write_text(filled(PAGE.read_text(), tables()))
-    tiny = read_runs(RESULTS / "tiny.jsonl.gz")
+    tiny = alike(read_runs(RESULTS / "tiny.jsonl.gz"))
     for name, arms in {"formats": FORMATS, "rates": RATES, "noise": NOISE}.items():
         draw(tiny, arms, IMAGES / f"study_{name}.png")
 

@@ -2,7 +2,8 @@
 
 For hosts without a hub that take files of limited size: `split -b 60M model.gguf piece.`, send the pieces, then this.
 Needs the package gguf. transformers reads the weights and marks the model as quantized, which it will not save: they go
-into a fresh model of the same configuration. Tied heads stay tied. What was rounded to 4 bits stays rounded.
+into a fresh model of the same configuration. What was rounded to 4 bits stays rounded. Where a model's head is its
+embedding, the file may hold that matrix twice, rounded in two ways: --tie takes the head's for both.
 """
 
 import argparse
@@ -22,7 +23,7 @@ def join(pieces: list[Path], into: Path) -> str:
     return digest.hexdigest()
 
 
-def convert(folder: Path, name: str, out: Path) -> None:
+def convert(folder: Path, name: str, out: Path, tie: bool) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +31,9 @@ def convert(folder: Path, name: str, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
     dropped = ("quantization_config", "_name_or_path", "dtype", "torch_dtype")
     settings = {key: value for key, value in read.config.to_dict().items() if key not in dropped}
-    plain = type(read)(type(read.config).from_dict(settings))
+    if tie:
+        read.get_input_embeddings().weight = read.get_output_embeddings().weight
+    plain = type(read)(type(read.config).from_dict(settings | ({"tie_word_embeddings": True} if tie else {})))
     plain.load_state_dict(read.state_dict())
     plain.generation_config = read.generation_config
     plain.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -44,12 +47,13 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the checkpoint")
     parser.add_argument("pieces", type=Path, nargs="+", help="of the GGUF file, in order")
     parser.add_argument("--sha256", help="of the whole file; others are refused")
+    parser.add_argument("--tie", action="store_true", help="head and embedding are one matrix")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = join(asked.pieces, Path(folder) / "model.gguf")
         if asked.sha256 not in (None, found):
             parser.error(f"The pieces make a file with SHA-256 {found}, not {asked.sha256}. Is one missing?")
-        convert(Path(folder), "model.gguf", asked.out)
+        convert(Path(folder), "model.gguf", asked.out, asked.tie)
     print(f"{asked.out}: from a file with SHA-256 {found}")  # noqa: T201
 
 

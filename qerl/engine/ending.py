@@ -11,6 +11,8 @@ Reason = Literal["stop", "length"]
 
 
 class Ending:
+    """What every sequence of a call has drawn, and which have ended since it was last asked."""
+
     def __init__(self, sampling: Sampling, tokenizer: Any, version: int, noise_version: int) -> None:
         self.sampling, self.tokenizer = sampling, tokenizer
         self.version, self.noise_id = version, noise_version if sampling.noise else None

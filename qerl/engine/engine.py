@@ -155,7 +155,7 @@ class Engine:
                 self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
                 self.batch.clear()
                 self.cache.clear()
-            if ahead is not None:  # all that it would have gone on with has ended; nothing is on its way after a call
+            if ahead is not None:  # all that it would have gone on with has ended
                 ahead.wait()
 
     def _begin(self, step: Step, drawing: Drawing) -> Look:

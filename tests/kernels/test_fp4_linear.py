@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ class Case:
         assert torch.equal(run(x), ours), "the same call must give the same bits"
 
 
+@cache
 def case(sizes: tuple[int, ...], inputs: int, rank: int, form: str = "nvfp4", paired: bool = False) -> Case:
     formats = {"nvfp4": nvfp4, "mxfp4": mxfp4}
     weights = [normal(n, inputs, seed=i) * inputs**-0.5 * (i + 1) for i, n in enumerate(sizes)]
@@ -188,11 +190,29 @@ def test_the_wgmma_kernel_joins_gate_and_up(sizes: tuple[int, ...], inputs: int,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("rank", [16, 64, 128, 256])
 def test_three_parts_of_any_rank(rank: int) -> None:
     one = case((512, 128, 64), 576, rank)
-    for rows in (12, 200):
+    for rows in (3, 12, 200):
         one.judged(lambda x: public.fp4_linear(x, one.tiles, one.bias, one.low), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", WGMMA_PLANS, ids=str)
+def test_lora_may_fill_the_ring(plan: WgmmaPlan) -> None:
+    one = case((512, 128, 64), 576, 128)
+    one.judged(lambda x: wgmma_linear(x, one.tiles, one.bias, one.low, False, plan), plan.bm + 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["qkv", "o", "gate_up", "down"])
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen2.5-32b"])
+def test_the_layers_that_are_measured(name: str, layer: str) -> None:
+    sizes, inputs = layers(shape_named(name))[layer]
+    gated = layer == "gate_up"
+    one = case.__wrapped__(sizes, inputs, 32, paired=gated)  # large: not kept
+    for rows in (1, 8, 16, 64, 128, 256, 512, 2000):
+        one.judged(lambda x: public.fp4_linear(x, one.tiles, one.bias, one.low, gated), rows, gated)
 
 
 @pytest.mark.parametrize("plan", WGMMA_PLANS, ids=str)

@@ -26,13 +26,25 @@ CASES = {
     "narrow window": ([90, 3], (4, 2, 16), 8, 1),
     "wide head": ([150], (7, 1, 128), 16, None),
 }
+LONG = ([700, 450, 5], (4, 2, 16), 16, None)  # more parts than are read at once
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4, pytest.param(32, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference(case: str, splits: int, dtype: torch.dtype) -> None:
-    positions, heads, size, window = CASES[case]
+    equals_the_reference(*CASES[case], splits, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [8, 32])
+def test_contexts_of_many_parts(splits: int, dtype: torch.dtype) -> None:
+    equals_the_reference(*LONG, splits, dtype)
+
+
+def equals_the_reference(
+    positions: list[int], heads: tuple[int, int, int], size: int, window: int | None, splits: int, dtype: torch.dtype
+) -> None:
     q, keys, values, table, position = setting(positions, heads, size, dtype)
     plain = paged_attention_reference(q, keys, values, table, position, size, window)
     exact = paged_attention_reference(q.float(), keys.float(), values.float(), table, position, size, window)
@@ -88,10 +100,11 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1000])
-def test_the_shape_of_a_7b_and_long_contexts(window: int | None) -> None:
+@pytest.mark.parametrize("others", [25, 90])  # programs that have the GPU to themselves, and such as queue
+def test_the_shape_of_a_7b_and_long_contexts(window: int | None, others: int) -> None:
     from qerl.kernels.paged_attention import paged_attention as public
 
-    positions = [0, 1, 511, 512, 513, 4095, 8000, 16, *range(100, 1000, 37)]
+    positions = [0, 1, 511, 512, 513, 4095, 8000, 16, *(100 + 37 * i % 900 for i in range(others))]
     q, keys, values, table, position = setting(positions, (28, 4, 128), 16, torch.bfloat16)
     plain = paged_attention_reference(q, keys, values, table, position, 16, window)
     exact = paged_attention_reference(q.float(), keys.float(), values.float(), table, position, 16, window)

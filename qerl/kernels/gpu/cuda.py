@@ -20,6 +20,7 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_...
 BFLOAT16, INT64, SWIZZLE_128, PROMOTE_256 = 9, 5, 3, 3  # of CUtensorMap's enumerations
 TensorMap = c_uint64 * 16
+MOST_RANK = 128  # of LoRA in our kernels
 SHARED_SOURCE = Path(__file__).with_name("hopper.cuh")
 
 
@@ -95,13 +96,18 @@ def _driver() -> Any:
 
 
 @cache
-def compiler_available() -> bool:
-    """Whether there is a compiler: torch's CUDA builds bring one."""
+def compiles_for_hopper(device: torch.device) -> bool:
+    """Whether the device is a Hopper GPU and there is a compiler: torch's CUDA builds bring one."""
     try:
         _nvrtc()
     except OSError:
         return False
-    return True
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """As a kernel's structure of arguments wants it."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _compiled(source: str, name: str, defines: dict[str, int], architecture: str) -> bytes:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qerl.kernels.fp4_tiles import Tiles
-from qerl.kernels.gpu.fp4_skinny import MOST_ROWS, skinny_linear, skinny_plan, skinny_serves
+from qerl.kernels.gpu.fp4_skinny import skinny_linear, skinny_plan, skinny_serves
 from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, plan_for, tiled_linear
 from qerl.kernels.gpu.fp4_wgmma import wgmma_linear, wgmma_plan, wgmma_serves
 from qerl.kernels.gpu.launch import processors
@@ -18,8 +18,7 @@ from qerl.kernels.gpu.low_rank import add_low_rank
 from qerl.kernels.gpu.swiglu import swiglu
 from qerl.kernels.low_rank import LowRank
 
-DENSE_FROM = 768  # rows from which dequantization pays
-DENSE_FROM_ON_HOPPER = 1536
+DENSE_FROM = 768  # rows from which dequantization pays, against Triton's kernel
 
 
 def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None, low: LowRank | None, paired: bool) -> Tensor:
@@ -37,13 +36,13 @@ def fp4_linear(
     rows, joined = len(x), paired and tiles.interleaved  # joined: in the product's own launch, on Hopper
     aligned = x.stride(-1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0  # as the copy engine wants it
     x = x if aligned else x.clone(memory_format=torch.contiguous_format)
-    if rows <= MOST_ROWS and (low is None or low.rank <= 128) and skinny_serves(x.device):
+    if skinny_serves(x, low):
         y = skinny_linear(x, tiles, bias, low, joined, skinny_plan(tiles, low, processors(x)))
-        return swiglu(y) if paired and not joined else y
-    if rows < DENSE_FROM_ON_HOPPER and wgmma_serves(x.device, tiles, low):
+    elif wgmma_serves(x, tiles, low):
         y = wgmma_linear(x, tiles, bias, low, joined, wgmma_plan(len(tiles.words), tiles.words.shape[1], rows))
-        return swiglu(y) if paired and not joined else y
-    if rows >= DENSE_FROM:
+    elif rows < DENSE_FROM:
+        y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))
+        joined = False
+    else:
         return dense_linear(x, dequantize_tiles(tiles), bias, low, paired)
-    y = tiled_linear(x, tiles, bias, low, plan_for(rows, tiles, low.sizes if low is not None else ()))
-    return swiglu(y) if paired else y
+    return swiglu(y) if paired and not joined else y

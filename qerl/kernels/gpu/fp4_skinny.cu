@@ -15,7 +15,7 @@
 // once, x after `griddepcontrol.wait`.
 //
 // Given by the compiler's command line: WARPS, STAGES of CHUNK units in a warp's ring, RANK (0: no LoRA), INTERLEAVED,
-// PAIRED.
+// PAIRED, HEAVY.
 
 #define COLS 8 // rows of x
 #define THREADS (32 * WARPS)
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny(const __grid_con
     float *slots = (float *)(shared + p.slots_at); // [WARPS, slots, 16, COLS]
 
     // This block's strips. A strip of A weighs as much as HEAVY strips of W; those come first.
-    const int HEAVY = 4, heavy = p.a_strips * HEAVY, weight = heavy + p.strips;
+    const int heavy = p.a_strips * HEAVY, weight = heavy + p.strips;
     const int from = (int)((u64)weight * group / p.groups), to = (int)((u64)weight * (group + 1) / p.groups);
     const int a0 = min((from + HEAVY - 1) / HEAVY, p.a_strips), a1 = min((to + HEAVY - 1) / HEAVY, p.a_strips);
     const int s0 = max(from - heavy, 0), count = max(to - heavy, 0) - s0;

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.fp4_tiles import ROWS, Tiles
-from qerl.kernels.gpu.cuda import Kernel, compiler_available
+from qerl.kernels.gpu.cuda import MOST_RANK, Kernel, address, compiles_for_hopper
 from qerl.kernels.gpu.launch import zeros
 from qerl.kernels.low_rank import LowRank
 
 MOST_ROWS = 8
+HEAVY = 4  # strips of W that a strip of LoRA's A weighs as much as
 MOST_PARTS = 12  # that K is cut into
 SMALL = 20_000  # strips times tiles: a weight whose launch is all latency
 SHARED = 226 << 10  # of shared memory that a block may have on Hopper, a little left for the kernel's own
@@ -38,9 +39,9 @@ class SkinnyPlan:
 
     k_parts: int
     groups: int  # of strips; k_parts * groups blocks must fit on the GPU at once
-    warps: int = 8  # of a block
-    stages: int = 4  # of a warp's ring
-    chunk: int = 2  # units of a stage
+    warps: int  # of a block
+    stages: int  # of a warp's ring
+    chunk: int  # units of a stage
 
 
 def skinny_linear(
@@ -62,9 +63,6 @@ def skinny_linear(
     parts = x.new_empty(plan.k_parts * (strips + a_strips) * ROWS * MOST_ROWS, dtype=torch.float32)
     counts = zeros(x.device)
 
-    def address(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
-
     arguments = _Args(
         address(x), address(tiles.words), address(tiles.scales), address(tiles.divisor_N), address(bias),
         address(low.a if low else None), address(low.b if low else None), address(low.column if low else None),
@@ -76,16 +74,16 @@ def skinny_linear(
     return y
 
 
-def skinny_serves(device: torch.device) -> bool:
-    """Whether the kernel runs here: on Hopper, whose copy engine and shared memory it is cut for."""
-    return compiler_available() and torch.cuda.get_device_capability(device)[0] == 9
+def skinny_serves(x: Tensor, low: LowRank | None) -> bool:
+    """Whether the kernel takes this, on Hopper, whose copy engine and shared memory it is cut for."""
+    return len(x) <= MOST_ROWS and (low is None or low.rank <= MOST_RANK) and compiles_for_hopper(x.device)
 
 
 def room(strips: int, k_tiles: int, a_strips: int, plan: SkinnyPlan) -> tuple[int, ...]:
     """Of the largest block: sums that a warp leaves, where they and the rings begin, bytes of shared memory in all."""
     cell = 4 * ROWS * MOST_ROWS
     most, least = -(-k_tiles // plan.k_parts), max(1, k_tiles // plan.k_parts)
-    count = -(-(strips + 4 * a_strips) // plan.groups) + 1
+    count = -(-(strips + HEAVY * a_strips) // plan.groups) + 1
     span = -(-count * most // plan.warps)
     slots = (span + least - 2) // least + 2
     slots_at = max(MOST_ROWS * (most * 128 + 16), a_strips * cell)  # x, and when it is used up, x A^T
@@ -116,5 +114,5 @@ def skinny_plan(tiles: Tiles, low: LowRank | None, processors: int) -> SkinnyPla
 @cache
 def _kernel(rank: int, interleaved: bool, paired: bool, plan: SkinnyPlan, device: torch.device) -> Kernel:
     defines = {"RANK": rank, "INTERLEAVED": int(interleaved), "PAIRED": int(paired)}
-    defines |= {"WARPS": plan.warps, "STAGES": plan.stages, "CHUNK": plan.chunk}
+    defines |= {"WARPS": plan.warps, "STAGES": plan.stages, "CHUNK": plan.chunk, "HEAVY": HEAVY}
     return Kernel(Path(__file__).with_name("fp4_skinny.cu"), "skinny", defines, device, SHARED)

@@ -16,7 +16,8 @@
 // that has a tile's first inputs, after all others it has of that tile.
 //
 // The grid may start before the kernel before it has ended (programmatic dependent launch): weights are fetched at
-// once, all else after `griddepcontrol.wait`.
+// once, and LoRA's A and B read; all else comes after `griddepcontrol.wait`. So nothing may write weights or adapter in
+// a launch that lets its successors come early (`launch.early`).
 //
 // Given by the compiler's command line: BM, CW, STAGES of the ring, RANK (0: no LoRA), INTERLEAVED, PAIRED, REGISTERS of
 // a consumer and of the OTHERS (0: as they come). `multiply`, the instruction for 64 x BM x 16, is written out by

@@ -10,11 +10,21 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.fp4_tiles import INPUTS, Tiles
-from qerl.kernels.gpu.cuda import BFLOAT16, INT64, SWIZZLE_128, Kernel, TensorMap, compiler_available, tensor_map
+from qerl.kernels.gpu.cuda import (
+    BFLOAT16,
+    INT64,
+    MOST_RANK,
+    SWIZZLE_128,
+    Kernel,
+    TensorMap,
+    address,
+    compiles_for_hopper,
+    tensor_map,
+)
 from qerl.kernels.gpu.launch import processors, zeros
 from qerl.kernels.low_rank import LowRank
 
-MOST_RANK = 128
+MOST_ROWS = 1535
 POINTERS = ("divisor", "bias", "a", "b", "column", "y", "low", "parts", "a_parts", "counts")
 NUMBERS = (
     "m", "n", "k", "strips", "k_tiles", "k_units", "m_tiles", "waves", "per", "total", "a_strips", "a_each", "a_more",
@@ -67,11 +77,11 @@ def wgmma_plan(strips: int, k_tiles: int, rows: int) -> WgmmaPlan:
     return MANY_ROWS_LARGE if k_tiles >= 128 or strips * k_tiles >= 200_000 else MANY_ROWS
 
 
-def wgmma_serves(device: torch.device, tiles: Tiles, low: LowRank | None) -> bool:
-    """Whether the kernel runs here, on Hopper, and takes this weight."""
-    outputs, inputs = tiles.shape
-    fits = inputs % INPUTS == 0 and outputs % 2 == 0 and (low is None or low.rank <= MOST_RANK)
-    return fits and compiler_available() and torch.cuda.get_device_capability(device)[0] == 9
+def wgmma_serves(x: Tensor, tiles: Tiles, low: LowRank | None) -> bool:
+    """Whether the kernel takes this, on Hopper; with more rows dequantization pays."""
+    (outputs, inputs), rank = tiles.shape, low.rank if low is not None else 0
+    fits = len(x) <= MOST_ROWS and inputs % INPUTS == 0 and outputs % 2 == 0 and rank <= MOST_RANK
+    return fits and compiles_for_hopper(x.device)
 
 
 def wgmma_linear(
@@ -95,9 +105,6 @@ def wgmma_linear(
     a_strips, padded = len(low.a) // 16 if low is not None else 0, -(-rows // 8) * 8
     a_parts = x.new_empty(max(1, k_units * a_strips * padded * 16), dtype=torch.float32)
     inner = x.new_empty(padded, max(1, a_strips) * 16)  # scale x A^T
-
-    def address(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
 
     arguments = _Args(
         tensor_map(x, BFLOAT16, (64, rows, k_tiles), (2 * x.stride(0), 128), (64, plan.bm, 2), SWIZZLE_128),
