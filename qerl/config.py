@@ -261,7 +261,7 @@ class Config(Section):
     logging_steps: int = setting(1, "Print a line every so many steps (metrics.jsonl has all).", "steps", ge=1)
     save_steps: int = setting(50, "Write a checkpoint every so many steps, and at the end.", "steps", ge=1)
     save_total_limit: int = setting(2, "Checkpoints kept.", "checkpoints", ge=1)
-    eval_steps: int = setting(50, "Evaluate every so many steps, and before and after.", "steps", ge=1)
+    eval_steps: int = setting(50, "Evaluate every so many steps, before and after; never: eval_size=0.", "steps", ge=1)
     eval_size: int = setting(256, "Held-out prompts, greedily continued; 0: no evaluation.", "prompts", ge=0)
     log_completions: bool = setting(True, "Write every step's completions as Parquet.", "true/false")
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting(

@@ -8,13 +8,16 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from qerl.config import Config, ConfigError
 from qerl.trl_names import trl_hint
+
+PLURALS = {float: "numbers", int: "whole numbers", str: "names"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def build_config(values: dict[str, Any]) -> Config:
     try:
         return Config.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(detail) for detail in error.errors())) from None
+        said = [_explain(detail, values) for detail in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(said))) from None  # a union's errors, one a kind, are one
 
 
 def settings(config: Config) -> list[Setting]:
@@ -120,8 +124,8 @@ def _put(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
-def _explain(detail: Any) -> str:
-    """One validation error in a sentence, with the key it is about."""
+def _explain(detail: Any, values: dict[str, Any]) -> str:
+    """One validation error of these values in a sentence, with the key it is about."""
     key = ".".join(str(part) for part in detail["loc"] if not isinstance(part, int))
     if detail["type"] == "extra_forbidden":
         inner = detail["input"]
@@ -133,9 +137,38 @@ def _explain(detail: Any) -> str:
         return f"There is no setting {key}.{_nearest(key)}"
     if detail["type"] == "value_error":
         return f"{key or 'config'}: {detail['ctx']['error']}"
+    if detail["type"] == "model_type":
+        inner_key = next(entry.key for entry in settings(Config()) if entry.key.startswith(f"{key}."))
+        return f"{key} = {detail['input']!r} is not usable: it is a section. Write {inner_key}=VALUE and the like."
     known = {entry.key: entry for entry in settings(Config())}
-    hint = f" ({known[key].help})" if key in known else _nearest(key)
-    return f"{key} = {detail['input']!r} is not usable: {detail['msg']}.{hint}"
+    setting = next(name for name in known if key == name or key.startswith(f"{name}."))  # of a union comes the kind
+    if key == setting:
+        return f"{key} = {detail['input']!r} is not usable: {detail['msg']}. ({known[key].help})"
+    given, kind = _at(values, setting)
+    return f"{setting} = {given!r} is not usable: write {_wanted(kind)}. ({known[setting].help})"
+
+
+def _at(values: dict[str, Any], key: str) -> tuple[Any, Any]:
+    """What was given for a setting, and the type that it has."""
+    section: Any = Config
+    *sections, last = key.split(".")
+    for name in sections:
+        values, section = values[name], section.model_fields[name].annotation
+    return values[last], section.model_fields[last].annotation
+
+
+def _wanted(kind: Any) -> str:
+    """A setting's type in words."""
+    if get_origin(kind) in (Union, UnionType):
+        kinds = [one for one in get_args(kind) if one is not NoneType]
+        return " or ".join(_wanted(one) for one in kinds)
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    if get_origin(kind) is tuple:
+        items = get_args(kind)
+        count = "" if Ellipsis in items else f"{len(items)} "
+        return f"a list of {count}{PLURALS[items[0]]} in brackets"
+    return {int: "a whole number", float: "a number"}.get(kind, "text")
 
 
 def _nearest(key: str) -> str:

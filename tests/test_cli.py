@@ -148,3 +148,22 @@ def test_memory_prints_the_papers_table(command: Command) -> None:
 def test_version_and_help() -> None:
     assert last_json(qerl_command("--version")) == {"version": qerl.__version__}
     assert "quantize" in qerl_command("--help").stdout
+
+
+def test_of_several_ranks_the_first_alone_says_what_all_have(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for torchrun to end them, as it does when one has ended; what they live to say is theirs."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    first = command("train", "recompute=selective")
+    assert (first.returncode, first.stderr.count("write auto, all, none")) == (2, 1)
+    monkeypatch.setenv("RANK", "1")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1)  # torchrun's signal
+        second = command("train", "recompute=selective")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (second.returncode, second.stderr) == (2, "")
+    monkeypatch.setattr("qerl.cli.PATIENCE", 0.01)
+    assert command("train", "recompute=selective").stderr == first.stderr

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -22,6 +23,8 @@ from qerl.cli.sweep import sweep
 from qerl.cli.train import config, train
 from qerl.console import complain, finish
 from qerl.errors import Interrupted
+
+PATIENCE = 2.0  # seconds that a rank with an error waits for rank 0 to have the same
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,16 +47,38 @@ def main() -> None:
     try:
         app()
     except Interrupted as error:
-        complain(error)
-        sys.exit(130 if isinstance(error.__cause__, KeyboardInterrupt) else 1)
+        stopped = isinstance(error.__cause__, KeyboardInterrupt)
+        if not stopped or _rank() == 0:  # ranks stop together
+            complain(error)
+        sys.exit(130 if stopped else 1)
     except ValueError as error:
-        complain(error)
+        if not _said_by_rank_0():
+            complain(error)
         sys.exit(2)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EFBIG):
             raise
         complain(ValueError(f"{error.strerror}: {error.filename or 'the disk'}. What was complete is kept."))
         sys.exit(1)
+
+
+def _rank() -> int:
+    """Among torchrun's processes; 0 without it."""
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def _said_by_rank_0() -> bool:
+    """Whether this is another of torchrun's processes and the same is wrong with rank 0, which says it for all.
+
+    torchrun ends all as soon as one has ended: so the others wait a little, and what they live to say is theirs alone.
+    """
+    if _rank() == 0:
+        return False
+    try:
+        time.sleep(PATIENCE)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 @app.callback(invoke_without_command=True)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from qerl.engine.virtual_memory import VirtualMemory
+from qerl.engine.workspace import cache_room, decode_bytes, prefill_bytes
 from qerl.kernels.fp8_cache import SCALE_BYTES, from_fp8
 from qerl.model.decoder import Decoder
+from qerl.model.layers import QuantizedWeight
 
 CPU_BYTES = 2 << 30  # a cache takes at most this much of a CPU's memory
-GPU_SHARE = 0.8  # and this share of what is free on a GPU once the model is loaded
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")  # auto: the model's own; the others are one thing, as in vLLM
 ALIGNMENT = 256  # bytes
 
@@ -133,14 +134,29 @@ def block_bytes(model: Decoder, block_size: int, kv_cache_dtype: str = "auto") -
 
 
 def blocks_that_fit(
-    model: Decoder, block_size: int, lengths: Iterable[int], reserve: int = 0, kv_cache_dtype: str = "auto"
+    model: Decoder,
+    block_size: int,
+    lengths: Iterable[int],
+    reserve: int = 0,
+    kv_cache_dtype: str = "auto",
+    filters: bool = False,
 ) -> int:
     """Blocks for sequences of these lengths, as many as memory allows. What is free changes: ask once, and record.
 
-    reserve: bytes that are free on a GPU now and will not be later, such as the optimizer's.
+    reserve: bytes that are free on a GPU now and will not be later, such as the optimizer's. filters: they will be
+    drawn by more than a temperature, which takes more memory beside the cache.
     """
+    size, lengths = block_bytes(model, block_size, kv_cache_dtype), list(lengths)
+    blocks = [-(-length // block_size) for length in lengths]
     room = CPU_BYTES
     if model.device.type == "cuda":
-        room = int(GPU_SHARE * max(0, torch.cuda.mem_get_info(model.device)[0] - reserve))
-    wanted = sum(-(-length // block_size) for length in lengths)
-    return max(1, min(wanted, room // block_bytes(model, block_size, kv_cache_dtype)))
+        free, held = torch.cuda.mem_get_info(model.device)[0], torch.cuda.memory_allocated(model.device)
+        beside = room_beside(model, sum(lengths), len(lengths), filters)
+        room = cache_room(max(0, free - reserve), held + reserve, beside, max(blocks, default=0) * size)
+    return max(1, min(sum(blocks), room // size))
+
+
+def room_beside(model: Decoder, tokens: int, sequences: int, filters: bool) -> int:
+    """What prefill and decoding of so many will take beside the cache."""
+    item, quantized = model.dtype.itemsize, any(isinstance(one, QuantizedWeight) for one in model.modules())
+    return prefill_bytes(model.arch, tokens, item, quantized) + decode_bytes(model.arch, sequences, item, filters)

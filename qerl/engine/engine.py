@@ -14,6 +14,7 @@ from qerl.engine.look import Look
 from qerl.engine.runner import Runner
 from qerl.engine.scheduler import Scheduler, Step
 from qerl.engine.sequence import Sequence
+from qerl.engine.workspace import CPU_BUDGET, GPU_BUDGET
 from qerl.kernels.sample import stream_key
 from qerl.model.decoder import Decoder
 from qerl.records import Completion, Request, Sampling
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 OnTokens = Callable[[int, int, list[int]], None]  # request, sample, new tokens
 MAX_RUNNING = 256  # sequences that decode at a time, unless told otherwise
 LOOKAHEAD = 8  # decode steps between looks at the host, with graphs
-GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens of a step
 
 
 class Engine:

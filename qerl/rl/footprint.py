@@ -2,7 +2,7 @@
 
 Two moments decide. While a model is updated there are the weights, what is trained with its gradients and optimizer
 states, and activations; the cache sleeps. While it samples there are the weights, what is trained, the optimizer's
-states, the cache, and the workspace of a decode step or, if larger, of a prefill.
+states, the cache, and the workspaces of decode steps and of a prefill. Each has its margin (`qerl.engine.workspace`).
 
 Bytes a token of one block's backward pass follow from what autograd keeps of `qerl.model.layers`; the constants below
 are estimates of what libraries add, and are there to be corrected by measurements (`qerl bench step` prints both).
@@ -13,8 +13,8 @@ The first blocks are those that are recomputed: when the backward pass comes to 
 import math
 from dataclasses import dataclass, replace
 
-from qerl.engine.cache import GPU_SHARE, head_bytes
-from qerl.engine.engine import GPU_BUDGET
+from qerl.engine.cache import head_bytes
+from qerl.engine.workspace import cache_room, decode_bytes, margin, prefill_bytes
 from qerl.kernels.logprob import SCALED, chunk_tokens
 from qerl.model.adapter import match_targets
 from qerl.model.architecture import PROJECTIONS
@@ -24,9 +24,7 @@ from qerl.model.shapes import Shape
 
 CONTEXT = 800_000_000  # CUDA's context and loaded kernels
 CUBLAS = 3 * (32 << 20)  # workspaces that torch allocates for cuBLAS: of the forward's and the backward's thread, of Lt
-LOGIT_BYTES = 5  # a logit on its way to a token, where a temperature is all
-FILTERED_BYTES = 36  # with filters or penalties: float32 logits and log-probs, float64 running sums
-MARGIN = 0.06  # of a GPU that stays free before fewer blocks are recomputed: the allocator leaves gaps
+SPARE = 0.06  # of a GPU that stays free before fewer blocks are recomputed: more than the margin, since it costs little
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Footprint:
     prefill: int  # transient results of a prefill
     cache_wanted: int  # for all sequences at their longest
     cache_each: int  # for one
-    workspace: int  # of a decode step with a full cache; captured graphs keep it
+    workspace: int  # of a decode step with all sequences; captured graphs keep it
     context: int
 
     @property
@@ -73,35 +71,47 @@ class Footprint:
     @property
     def update_peak(self) -> int:
         """What torch allocates at most while the model is updated (its max_memory_allocated)."""
-        return self.resident - self.context + self.gradients + self.kept + max(self.block, self.logits)
+        return self.held + self.gradients + self.kept + max(self.block, self.logits)
 
     @property
     def torch_peak(self) -> int:
         """The same of a whole step; torch does not count the cache."""
-        return max(self.update_peak, self.resident - self.context + max(self.prefill, self.workspace))
+        return max(self.update_peak, self.held + max(self.prefill, self.workspace))
+
+    @property
+    def held(self) -> int:
+        """What torch allocates always."""
+        return self.resident - self.context
 
     def cache(self, gpu: int) -> int:
         """The cache that the engine takes on a GPU of so many bytes."""
-        return max(0, min(self.cache_wanted, int(GPU_SHARE * (gpu - self.resident))))
+        room = cache_room(gpu - self.resident, self.held, self.prefill + self.workspace, self.cache_each)
+        return min(self.cache_wanted, room)
 
-    def updating(self, gpu: int) -> int:
-        return self.update_peak + self.context + self.workspace_for(gpu)
+    @property
+    def update_margin(self) -> int:
+        return margin(self.update_peak)
+
+    @property
+    def sample_margin(self) -> int:
+        """The cache, which torch does not allocate, has no gaps."""
+        return margin(self.held + self.prefill + self.workspace)
+
+    @property
+    def updating(self) -> int:
+        return self.update_peak + self.context + self.workspace + self.update_margin
 
     def sampling(self, gpu: int) -> int:
-        return self.resident + self.cache(gpu) + self.workspace_for(gpu) + self.prefill
+        return self.resident + self.cache(gpu) + self.workspace + self.prefill + self.sample_margin
 
     def fits(self, gpu: int) -> bool:
-        return max(self.updating(gpu), self.sampling(gpu)) <= gpu and self.cache(gpu) >= self.cache_each
-
-    def workspace_for(self, gpu: int) -> int:
-        """By the share of the sequences that the cache holds."""
-        return self.workspace * self.cache(gpu) // max(1, self.cache_wanted)
+        return max(self.updating, self.sampling(gpu)) <= gpu and self.cache(gpu) >= self.cache_each
 
 
 def footprint(shape: Shape, work: Workload) -> Footprint:
     matrices, gains = trained_weights(shape, work)
     token, item, tokens = _block_token_bytes(shape, work), work.item, work.micro_batch
-    hidden, wide, largest = shape.hidden, shape.intermediate, 2 * shape.intermediate * shape.hidden
+    hidden, largest = shape.hidden, 2 * shape.intermediate * shape.hidden
     quantized = work.base not in ("bf16", "full")
     # Hidden states before and after the norm, those of completions, their gradient, and its scaling.
     logits = 4 * shape.vocab * min(tokens, chunk_tokens(shape.vocab)) + 4 * tokens * hidden * item
@@ -112,7 +122,6 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
     activations = token * tokens + _copied(shape, work)
     # A token's key and value in one layer.
     place = 2 * shape.kv_heads * head_bytes(shape.head_dim, item, work.kv_cache_dtype)
-    logit = FILTERED_BYTES if work.filters else LOGIT_BYTES
     return Footprint(
         weights=_weights(shape, work.base, item),
         masters=4 * (matrices + gains),
@@ -123,11 +132,10 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
         kept=again * tokens * hidden * item + (shape.layers - again) * activations,
         block=(activations if again == shape.layers else 0) + _transient(shape, work),
         logits=logits,
-        prefill=min(GPU_BUDGET, work.sequences * work.longest) * item * 3 * (wide + hidden)
-        + (largest * item if quantized else 0),
+        prefill=prefill_bytes(shape, work.sequences * work.longest, item, quantized),
         cache_wanted=work.sequences * work.longest * place * shape.layers,
         cache_each=work.longest * place * shape.layers,
-        workspace=work.sequences * (shape.vocab * logit + item * (3 * wide + 4 * hidden)),
+        workspace=decode_bytes(shape, work.sequences, item, work.filters),
         context=CONTEXT,
     )
 
@@ -135,7 +143,7 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
 def fewest_recomputed(shape: Shape, work: Workload, gpu: int) -> int:
     """How many blocks must be recomputed, so that updates fit a GPU of so many bytes; all, where not even that does."""
     none, one = (footprint(shape, replace(work, recompute=count)) for count in (0, 1))
-    over = none.updating(gpu) - (1 - MARGIN) * gpu
+    over = none.updating - none.update_margin - (1 - SPARE) * gpu
     return min(shape.layers, max(0, math.ceil(over / (none.kept - one.kept))))  # each block keeps so much less
 
 

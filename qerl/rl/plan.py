@@ -6,13 +6,16 @@ from typing import Any
 import torch
 
 from qerl.config import Config
+from qerl.engine.engine import MAX_RUNNING
 from qerl.model.adapter import read_settings
 from qerl.model.layers import LoraSettings
 from qerl.model.shapes import Shape, shape_of
+from qerl.rl.advice import changes, too_large
 from qerl.rl.footprint import CONTEXT, Footprint, Workload, fewest_recomputed, footprint, trained_weights
 from qerl.rl.sizes import (
     OPTIMIZER_BYTES,
     copied_keys,
+    filtered,
     group_tokens,
     largest_micro_batch,
     longest_sequence,
@@ -37,21 +40,25 @@ class Plan:
     sampled_tokens: int | None  # over the run
     updated_tokens: int | None  # that updates compute: a group's prompt once, unless micro-batches cut it
     trained_weights: int
+    micro_batch: int  # tokens of the largest: micro_batch_tokens, or what there is
+    blocks: int  # of the model
     recomputed_blocks: int  # whose activations are computed again in the backward pass
     memory: Footprint
     gpu_gb: float
     fits: bool
-    sequences: int  # decoded at a time, at most: a step's completions, or an evaluation's questions if those are more
+    step_sequences: int  # decoded at a time in a step
+    eval_sequences: int  # and in an evaluation
     whole_sequences: int  # that the cache holds at their longest
+    too_large: str  # what it is that does not fit
     advice: str  # what would fit, where this does not
 
     def summary(self) -> dict[str, Any]:
         found = {key: value for key, value in asdict(self).items() if key != "memory"}
         parts = {key: round(value / GB, 3) for key, value in asdict(self.memory).items()}
         gpu = int(self.gpu_gb * GB)
-        peaks = {"updating": self.memory.updating(gpu), "sampling": self.memory.sampling(gpu)}
+        peaks = {"updating": self.memory.updating, "sampling": self.memory.sampling(gpu)}
         peaks |= {"cache": self.memory.cache(gpu), "torch_update_peak": self.memory.update_peak}
-        peaks |= {"workspace": self.memory.workspace_for(gpu)}  # of the cache that this GPU has room for
+        peaks |= {"update_margin": self.memory.update_margin, "sample_margin": self.memory.sample_margin}
         return found | {"memory_gb": parts | {key: round(value / GB, 3) for key, value in peaks.items()}}
 
 
@@ -76,12 +83,16 @@ def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
         sampled_tokens=None if steps is None else steps * sampled,
         updated_tokens=None if steps is None else steps * passed,
         trained_weights=sum(trained_weights(shape, work)),
+        micro_batch=work.micro_batch,
+        blocks=shape.layers,
         recomputed_blocks=work.recompute,
         memory=parts,
         gpu_gb=gpu_gb,
         fits=fits,
-        sequences=parts.cache_wanted // parts.cache_each,
+        step_sequences=running_sequences(config, 0),
+        eval_sequences=min(MAX_RUNNING, config.eval_size),
         whole_sequences=parts.cache(gpu) // parts.cache_each,
+        too_large="" if fits else too_large(parts, gpu),
         advice="" if fits else advice(config, shape, gpu),
     )
 
@@ -100,13 +111,21 @@ def workload(config: Config, shape: Shape, gpu: int) -> Workload:
         longest=longest_sequence(config),
         item=4 if config.dtype == "float32" else 2,
         kv_cache_dtype=config.kv_cache_dtype,
-        filters=(config.top_p, config.top_k, config.min_p, config.repetition_penalty) != (1.0, 0, 0.0, 1.0),
+        filters=filtered(config),
     )
     if config.recompute == "auto":
         return replace(work, recompute=fewest_recomputed(shape, work, gpu))
+    require_blocks(config, shape)
     named = {"all": shape.layers, "none": 0}
-    count = named[config.recompute] if isinstance(config.recompute, str) else config.recompute
-    return replace(work, recompute=min(count, shape.layers))
+    return replace(work, recompute=named[config.recompute] if isinstance(config.recompute, str) else config.recompute)
+
+
+def require_blocks(config: Config, shape: Shape) -> None:
+    if isinstance(config.recompute, int) and config.recompute > shape.layers:
+        raise ValueError(
+            f"recompute={config.recompute}: the model has {shape.layers} blocks. Write recompute=all, or a number up "
+            f"to {shape.layers}."
+        )
 
 
 def recomputed_blocks(config: Config, shape: Shape, device: torch.device) -> int:
@@ -122,20 +141,8 @@ def within_reach(device: torch.device) -> int:
 
 
 def advice(config: Config, shape: Shape, gpu: int) -> str:
-    """The first change that makes the run fit, the one that costs least first; all together come last."""
-    longest = longest_sequence(config)
-    shorter = max(1, config.max_completion_length // 2)
-    changes: list[dict[str, Any]] = [
-        *([] if config.recompute == "auto" else [{"recompute": "auto"}]),
-        {"optim": "adamw_8bit"},
-        *({"micro_batch_tokens": n} for n in (16384, 8192, 4096) if longest <= n < config.micro_batch_tokens),
-        {"micro_batch_tokens": longest},
-        *([{"base": "bf16"}] if config.base == "full" else []),  # LoRA instead of all weights
-        {"base": "nvfp4"},
-        {"max_completion_length": shorter, "micro_batch_tokens": config.max_prompt_length + shorter},
-        {"base": "nvfp4", "optim": "adamw_8bit", "recompute": "auto", "micro_batch_tokens": longest},
-    ]
-    for change in changes:
+    """The first change that makes the run fit, the one that costs least first; "" where none does."""
+    for change in changes(config):
         if footprint(shape, workload(config.model_copy(update=change), shape, gpu)).fits(gpu):
             return " ".join(f"{key}={value}" for key, value in change.items())
     return ""

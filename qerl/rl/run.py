@@ -32,13 +32,13 @@ from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
 from qerl.rl.guard import optimizer_bytes, preflight
-from qerl.rl.plan import recomputed_blocks
+from qerl.rl.plan import recomputed_blocks, require_blocks
 from qerl.rl.push import require_login, require_repo_id, upload
 from qerl.rl.ranks import ALONE, Ranks, join
 from qerl.rl.schedule import layer_sigmas
-from qerl.rl.sizes import longest_sequence, running_sequences, total_steps
+from qerl.rl.sizes import filtered, longest_sequence, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
-from qerl.rl.update import Updater, make_optimizer
+from qerl.rl.update import Updater, make_optimizer, require_optimizer
 from qerl.tasks.grader import Grader
 from qerl.tasks.programs import program_rows, runs_programs
 from qerl.tasks.rewards import RewardFunction, Rewards, reward_name
@@ -117,6 +117,7 @@ def build(
 ) -> Trainer:
     """Everything checked, loaded and tried; what is left is the loop."""
     config = _with_adapter(config)
+    require_optimizer(config.optim)
     if resume:
         require_same(config, Path(config.output_dir))
     if config.report_to and ranks.first:
@@ -154,6 +155,8 @@ def _trainer(
     if saved is not None:
         display.say(f"Going on after step {done} of {total}.")
     display.say(f"Loading {config.model} as {config.base} ...")
+    shape = shape_of(str(resolve(config.model)))
+    require_blocks(config, shape)
     model, tokenizer, ends = _load(config)
     layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
     source = PromptSource(rows, tokenizer, config.seed, config.max_prompt_length)
@@ -161,7 +164,7 @@ def _trainer(
         display.say("There are no held-out rows, so nothing is evaluated (in Python, eval_dataset brings some).")
     eval_rows = _short_enough(eval_rows, tokenizer, config, display)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
-    again = recomputed_blocks(config, shape_of(str(resolve(config.model))), model.device)
+    again = recomputed_blocks(config, shape, model.device)
     updater = Updater(config, model, optimizer, ranks, again)
     trial = preflight(config, updater, display.say) if done < total else {}
     state = RunState(rows=len(rows), rewards=rewards.names)
@@ -361,7 +364,7 @@ def _engine(
     running = running_sequences(config, eval_rows, ranks.world)
     if not state.cache_blocks or state.ranks != ranks.world:
         lengths = [longest_sequence(config)] * running
-        blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, reserve, config.kv_cache_dtype)
+        blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, reserve, config.kv_cache_dtype, filtered(config))
         state.cache_blocks, state.ranks = min(ranks.gather(blocks)), ranks.world
     options: dict[str, Any] = {"max_running": running, "tokenizer": tokenizer, "kv_cache_dtype": config.kv_cache_dtype}
     return Engine(model, state.cache_blocks, BLOCK_SIZE, **options)

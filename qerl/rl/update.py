@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ class Tally:
         return self.sums["w"] ** 2 / max(1e-30, self.tokens * self.sums["w^2"])
 
 
+def require_optimizer(optim: str) -> None:
+    """Refuses one whose library is not installed; a run asks before it loads a model."""
+    if optim == "adamw_8bit" and find_spec("bitsandbytes") is None:
+        raise ValueError("optim=adamw_8bit needs bitsandbytes: pip install bitsandbytes, or use optim=adamw.")
+
+
 def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     options: dict[str, Any] = {
         "lr": config.learning_rate,
@@ -66,12 +73,9 @@ def make_optimizer(config: Config, parameters: Sequence[nn.Parameter]) -> torch.
     }
     if config.optim == "adamw":
         return torch.optim.AdamW(parameters, fused=True, **options)
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ValueError(
-            "optim=adamw_8bit needs bitsandbytes: pip install bitsandbytes, or use optim=adamw."
-        ) from error
+    require_optimizer(config.optim)
+    import bitsandbytes
+
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(parameters, **options)
     return optimizer
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qerl.engine.cache import room_beside
 from qerl.model.adapter import add_lora, trained_parameters
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load
@@ -137,8 +138,8 @@ def test_as_few_blocks_are_recomputed_as_memory_asks_for() -> None:
     assert counts[-1] == 0
     for gpu, count in zip((24, 40, 60), counts[1:], strict=False):
         assert 0 < count <= shape.layers
-        assert planned("qwen2.5-7b", "nvfp4", recompute=count).updating(gpu * GB) <= gpu * GB
-        assert planned("qwen2.5-7b", "nvfp4", recompute=count - 1).updating(gpu * GB) > 0.9 * gpu * GB
+        assert planned("qwen2.5-7b", "nvfp4", recompute=count).updating <= gpu * GB
+        assert planned("qwen2.5-7b", "nvfp4", recompute=count - 1).updating > 0.9 * gpu * GB
 
 
 def test_each_knob_moves_its_own_part() -> None:
@@ -151,3 +152,30 @@ def test_each_knob_moves_its_own_part() -> None:
     assert half.cache_wanted == plain.cache_wanted
     assert planned("qwen2.5-7b", "nvfp4", sequences=64).cache_wanted * 2 == plain.cache_wanted
     assert plain.cache(24 * GB) < plain.cache_wanted == plain.cache(80 * GB)
+
+
+def test_the_cache_leaves_room_for_prefill_and_decoding_beside_it() -> None:
+    parts = planned("qwen2.5-7b", "nvfp4", micro_batch=1408, longest=1408, sequences=256, optimizer_bytes=2)
+    free = 12 * GB - parts.resident
+    assert 0.8 * free + parts.prefill > free  # a share alone would not
+    assert parts.fits(12 * GB)
+    assert parts.sampling(12 * GB) <= 12 * GB
+    assert parts.cache(24 * GB) == int(0.8 * (24 * GB - parts.resident))  # where there is plenty the share is all
+
+
+def test_a_margin_is_counted() -> None:
+    parts = planned("qwen2.5-7b", "nvfp4")
+    assert parts.update_margin == int(0.02 * parts.update_peak)
+    exactly = parts.update_peak + parts.context + parts.workspace
+    assert parts.updating == exactly + parts.update_margin
+    assert not parts.fits(exactly + 1)
+
+
+@pytest.mark.parametrize("base", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_run_leaves_beside_its_cache_what_the_plan_counts(
+    base: str, filters: bool, make_checkpoint: Callable[..., Path]
+) -> None:
+    folder = make_checkpoint("qwen2")
+    parts = footprint(shape_of(str(folder)), workload(base=base, sequences=7, longest=100, filters=filters))
+    assert room_beside(loaded(folder, base, LoraSettings()), 700, 7, filters) == parts.prefill + parts.workspace

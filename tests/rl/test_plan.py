@@ -75,7 +75,34 @@ def test_what_does_not_fit_comes_with_a_change_that_does() -> None:
     key, _, value = wide.advice.partition("=")
     assert make_plan(config(base="bf16", **{key: int(value)}), 40).fits
     assert make_plan(config(model="Qwen/Qwen2.5-32B-Instruct", base="bf16"), 60).advice == "base=nvfp4"
-    assert make_plan(config(model="Qwen/Qwen2.5-32B-Instruct"), 8).advice == ""
+    none = make_plan(config(model="Qwen/Qwen2.5-32B-Instruct"), 8)
+    assert none.advice == ""
+    assert "of weights that forwards read" in none.too_large
+
+
+def test_advice_goes_as_far_as_it_must() -> None:
+    """Several changes at once, lengths cut more than once; what is advised fits, and its settings are valid."""
+    for gpu, setting in ((9.6, "max_completion_length"), (9.3, "prompts_per_step")):
+        asked = {"max_completion_length": 4096, "num_generations": 16, "steps_per_generation": 2}
+        plan = make_plan(config(**asked), gpu)
+        assert not plan.fits
+        changed = dict(word.split("=") for word in plan.advice.split())
+        assert setting in changed, plan.advice
+        assert make_plan(config(**(asked | changed)), gpu).fits
+    uncorrected = make_plan(config(**{"correction.form": "off"}), 9)
+    assert "fp8" not in uncorrected.advice
+
+
+def test_a_cache_for_few_is_no_reason_to_refuse() -> None:
+    plan = make_plan(config(optim="adamw_8bit", max_prompt_length=384, micro_batch_tokens=1408), 12)
+    assert plan.fits
+    assert 1 <= plan.whole_sequences < plan.step_sequences
+
+
+def test_more_blocks_than_there_are_can_not_be_recomputed() -> None:
+    with pytest.raises(ValueError, match="has 28 blocks"):
+        make_plan(config(recompute=29))
+    assert make_plan(config(recompute=28)).recomputed_blocks == 28
 
 
 def test_full_training_that_does_not_fit_is_first_advised_to_be_lora() -> None:
@@ -93,8 +120,11 @@ def test_the_command_fails_where_it_does_not_fit_and_says_when_the_cache_is_smal
     assert tight.exit_code == 0, tight.output
     assert "sampling will be slow" in tight.output
     found = json.loads(tight.stdout.splitlines()[-1])
-    assert found["sequences"] > 4 * found["whole_sequences"]
-    assert f"{found['memory_gb']['workspace']:.2f}" in tight.stdout.partition("{")[0]  # the table's figure
+    assert found["step_sequences"] > 4 * found["whole_sequences"]
+    assert "kv_cache_dtype=fp8" in tight.output  # what to do about it
+    table = tight.stdout.partition("{")[0]
+    assert all(f"{found['memory_gb'][part]:.2f}" in table for part in ("workspace", "update_margin", "sample_margin"))
+    assert "micro_batch_tokens=16384" in table
 
 
 def test_the_command_prints_tables_and_one_line_of_json() -> None:

@@ -1,5 +1,6 @@
-"""A run as it is built: what reaches the graders of programs."""
+"""A run as it is built: what reaches the graders of programs, and what is refused before anything is loaded."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,13 @@ def test_code_rewards_are_refused_where_there_is_no_sandbox(tmp_path: Path, monk
     monkeypatch.setattr(programs, "sandbox_available", lambda: "no namespaces.")
     with pytest.raises(ValueError, match=r"need a sandbox.*: no namespaces\. .*code\.unsafe: true"):
         build(tiny_job(tmp_path / "run"), ["mbpp_accuracy"], ROWS)
+
+
+def test_a_missing_optimizer_and_blocks_that_are_not_there_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="recompute=99: the model has 4 blocks"):
+        build(tiny_job(tmp_path / "run", "recompute=99"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
+    with pytest.raises(ValueError, match="needs bitsandbytes: pip install bitsandbytes, or use optim=adamw"):
+        build(tiny_job(tmp_path / "run", "optim=adamw_8bit", "model=nobody/no-such-model"))
