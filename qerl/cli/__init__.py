@@ -4,9 +4,10 @@ import errno
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from qerl import __version__
 from qerl.cli.bench import bench
@@ -23,7 +24,19 @@ from qerl.cli.train import config, train
 from qerl.console import complain, finish
 from qerl.errors import Interrupted
 
+
+class Commands(TyperGroup):
+    """A Ctrl-C that a command lets through ends it with a message."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted("Interrupted.") from error
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
