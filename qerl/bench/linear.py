@@ -1,9 +1,6 @@
-(
-    """The four linear layers of a decoder block by rows of x: 4 bits on our kernels against cuBLAS in bf16, with and
+"""The four linear layers of a decoder block by rows of x: 4 bits on our kernels against cuBLAS in bf16, with and
 without LoRA; NF4 against bitsandbytes too, where it is installed. Weights rotate among copies larger than the GPU's
 cache, as the layers of a model do. With LoRA, as in a decode step, gate_up also joins gate and up (SwiGLU)."""
-    ""
-)
 
 import importlib.util
 from collections.abc import Callable, Iterator
