@@ -1,5 +1,16 @@
 """`python -m qerl` is the `qerl` command."""
 
-from qerl.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """A Ctrl-C while the command itself is being imported ends it without a traceback too."""
+    try:
+        from qerl.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

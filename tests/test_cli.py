@@ -110,7 +110,7 @@ def test_an_option_that_a_bench_would_not_read_is_refused(line: str, message: st
 def test_a_signal_ends_with_a_message_and_the_command_can_be_repeated(
     tmp_path: Path, command: Command, number: signal.Signals
 ) -> None:
-    write_random_checkpoint(Shape(512, 4, 2048, 8, 4, vocab=1024, tied=True, head_dim=64), tmp_path / "model")
+    write_random_checkpoint(Shape(512, 16, 2048, 8, 4, vocab=1024, tied=True, head_dim=64), tmp_path / "model")
     words = ["quantize", tmp_path / "model", tmp_path / "out", "quantize.max_shard_size=0.0005"]
     line = [sys.executable, "-m", "qerl", *map(str, words)]
 
@@ -130,7 +130,7 @@ def test_a_signal_ends_with_a_message_and_the_command_can_be_repeated(
     assert not (tmp_path / "out").exists()
     done = command(*words)
     assert "Resuming" in done.stderr
-    assert last_json(done)["quantized_layers"] == 28
+    assert last_json(done)["quantized_layers"] == 16 * 7
 
 
 def test_config_prints_resolved_settings_with_help(command: Command) -> None:

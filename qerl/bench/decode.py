@@ -1,7 +1,7 @@
 """Rollout speed: random weights of a shape, LoRA on all projections, every sample to its full length.
 
 Prefill is the time until all have their first token; the decode phase is the rest. The floor reads weights, adapter and
-cached keys and values once a step at 4.0 TB/s.
+cached keys and values once a step at an H200's 4.0 TB/s; a CPU has no share of it.
 
 Short traces are run as they are. Of long ones, decode steps are timed at `CONTEXTS` contexts from the prompt's length
 to the last, over a cache of zeros, and integrated (between contexts a step's time is taken as linear): 8192 tokens need
@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
+from qerl.bench.machine import require_shapes
 from qerl.bench.qlora import BITSANDBYTES, hold_bitsandbytes, nearest, require
 from qerl.bench.replay import BANDWIDTH
 from qerl.device import resolve_device
-from qerl.engine.cache import block_bytes, blocks_that_fit
+from qerl.engine.cache import block_bytes, blocks_that_fit, is_fp8
 from qerl.engine.drawing import Drawing
 from qerl.engine.engine import Engine
 from qerl.engine.graphs import bucket
@@ -32,7 +33,6 @@ from qerl.model.adapter import add_lora
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
 from qerl.model.loader import load_random
-from qerl.model.shapes import shape_named
 from qerl.records import Request, Sampling
 from qerl.rl.measure import peak_memory_gb
 
@@ -60,8 +60,8 @@ def measure(table: Table, say: Callable[[str], None]) -> Iterator[dict[str, Any]
     """A row for each combination; what does not fit into memory is said and left out."""
     device = resolve_device(table.device)
     require(table.bases)  # refused before anything is measured
-    for shape in table.shapes:
-        shape_named(shape)
+    require_shapes(table.shapes, device)
+    is_fp8(table.kv_cache_dtype)  # refuses a name that is not there
     for shape in table.shapes:
         for base in table.bases:
             for rank in table.ranks:
@@ -102,8 +102,9 @@ def _rows(
                 "model": shape, "base": base, "rank": rank, "batch": batch, "prompt": table.prompt, "new_tokens": new,
                 "kv_cache_dtype": table.kv_cache_dtype, "prefill_ms": round(1e3 * prefill, 1),
                 "tokens_per_s": round(batch / step, 1), "step_ms": round(1e3 * step, 3),
-                "floor_ms": round(1e3 * least, 3), "of_floor": round(least / step, 2), "timed": timed,
-                "peak_gb": round(_peak_gb(engine), 2),
+                "floor_ms": round(1e3 * least, 3),
+                "of_floor": round(least / step, 2) if device.type == "cuda" else None,
+                "timed": timed, "peak_gb": round(_peak_gb(engine), 2),
             }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Mean squared error of the formats and rounding methods on three kinds of weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +41,14 @@ class FormatError:
         return 1 - self.mse / self.rtn
 
 
-def measure(seed: int = 0, rows: int = ROWS) -> list[FormatError]:
-    found = []
+def measure(seed: int = 0, rows: int = ROWS) -> Iterator[FormatError]:
     for kind in ("gaussian", "laplace", "outliers"):
         weight = weights(kind, torch.Generator().manual_seed(seed), rows)
         for name, bits in (("nvfp4", 4.5), ("mxfp4", 4.25), ("nf4", 4.5)):
             errors = {
                 method: float((_round_trip(name, weight, method) - weight).square().mean()) for method in ("rtn", "mse")
             }
-            found.append(FormatError(kind, name, bits, errors["rtn"], errors["mse"]))
-    return found
+            yield FormatError(kind, name, bits, errors["rtn"], errors["mse"])
 
 
 def _round_trip(format: str, weight: Tensor, method: str) -> Tensor:

@@ -1,7 +1,8 @@
 """The four linear layers of a decoder block by rows of x: 4 bits on our kernels against cuBLAS in bf16, with and
 without LoRA; NF4 against bitsandbytes too, where it is installed. Weights rotate among copies larger than the GPU's
-cache, as the layers of a model do."""
+cache, as the layers of a model do. With LoRA, as in a decode step, gate_up also joins gate and up (SwiGLU)."""
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,14 +29,17 @@ def measure(
     shape: str, rows: list[int], rank: int, say: Callable[[str], None], format: str = "nvfp4"
 ) -> Iterator[dict[str, Any]]:
     """A row for each layer and number of rows. Times in microseconds."""
-    from qerl.kernels.gpu.fp4_linear import dense_linear
-
+    found = layers(shape_named(shape))
     if format not in FORMATS:
         raise ValueError(f"`qerl bench linear` knows {' and '.join(FORMATS)}, not {format!r}.")
     if not torch.cuda.is_available():
         raise ValueError("`qerl bench linear` measures GPU kernels: run it on a machine with a GPU.")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("`qerl bench linear` measures Triton kernels, and there is no triton: pip install triton.")
+    from qerl.kernels.gpu.fp4_linear import dense_linear
+
     device = torch.device("cuda")
-    for layer, (sizes, inputs) in layers(shape_named(shape)).items():
+    for layer, (sizes, inputs) in found.items():
         say(f"{shape} {layer} as {format} ...")
         outputs, paired = sum(sizes), layer == "gate_up"
         copies = min(MOST_COPIES, max(2, -(-COPIES_OF // int(outputs * inputs * BYTES))))

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from qerl.bench.decode import random_model
+from qerl.bench.machine import require_shapes
+from qerl.bench.qlora import require
 from qerl.device import resolve_device
-from qerl.engine.cache import blocks_that_fit
+from qerl.engine.cache import blocks_that_fit, is_fp8
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE
 from qerl.model.adapter import trained_parameters
@@ -41,6 +43,9 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A row for each way of the trainer. lengths: tokens of a prompt, and new ones."""
     where, (prompt, new) = resolve_device(device), lengths
+    require([base])  # refused before anything is made
+    require_shapes([shape], where)
+    is_fp8(kv_cache_dtype)
     say(f"Making random weights of {shape} as {base}, LoRA r = {rank} ...")
     model = random_model(shape, base, rank, where)
     generator = torch.Generator().manual_seed(0)

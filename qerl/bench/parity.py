@@ -4,9 +4,10 @@ Three roads: `qerl eval`; lm-eval with our model class; lm-eval with its own `hf
 Each completion is graded by our GSM8K grader and, on lm-eval's roads, by lm-eval's flexible filter and exact match.
 """
 
+import importlib.util
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,11 @@ def compare(
     batch_size: int,
     say: Callable[[str], None],
     system_prompt: str | None = None,
-) -> list[dict[str, Any]]:
-    """A row a road: its accuracies, and on how many questions its text, its prompt and its score differ from hf's."""
+) -> Iterator[dict[str, Any]]:
+    """A row a road: its accuracies, and on how many questions its text, its prompt and its score differ from hf's (so
+    that rows come at the end; accuracies are said before)."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("There is no lm_eval: pip install 'qerl[eval]'.")
     with tempfile.TemporaryDirectory() as folder:
         job = Job(
             model=model,
@@ -57,6 +61,7 @@ def compare(
         ours = [lines[i, 0] for i in range(len(lines))]
         tokenizer = load_tokenizer(resolve(model))
         roads = {"qerl eval": [_ours(line, tokenizer) for line in ours]}
+        say(f"accuracy {_accuracy(roads['qerl eval'])}")
         precision = {"pretrained": model, "dtype": "float32", "device": "cpu"}
         for name, arguments in (("qerl", precision | {"base": "bf16"}), ("hf", precision)):
             say(f"lm-eval --model {name} ...")
@@ -64,23 +69,26 @@ def compare(
             for one, line in zip(found, ours, strict=True):
                 one["score"] = gsm8k(one["text"], {"answer": line["right"]})
             roads[f"lm-eval {name}"] = found
+            say(f"accuracy {_accuracy(found)}")
     judge = roads["lm-eval hf"]
-    rows = []
     for road, found in roads.items():
         pairs = list(zip(found, judge, strict=True))
         matched = [one["exact_match"] for one in found if one["exact_match"] is not None]
-        rows.append(
-            {
-                "road": road,
-                "questions": len(found),
-                "accuracy": sum(one["score"] for one in found) / len(found),
-                "exact_match": sum(matched) / len(matched) if matched else None,
-                "other_prompts": sum(a["prompt"] != b["prompt"] for a, b in pairs),
-                "other_texts": sum(a["text"] != b["text"] for a, b in pairs),
-                "other_scores": sum(a["score"] != b["score"] for a, b in pairs),
-            }
-        )
-    return rows
+        yield {
+            "model": Path(model).name,
+            "max_tokens": max_tokens,
+            "road": road,
+            "questions": len(found),
+            "accuracy": _accuracy(found),
+            "exact_match": round(sum(matched) / len(matched), 4) if matched else None,
+            "other_prompts": sum(a["prompt"] != b["prompt"] for a, b in pairs),
+            "other_texts": sum(a["text"] != b["text"] for a, b in pairs),
+            "other_scores": sum(a["score"] != b["score"] for a, b in pairs),
+        }
+
+
+def _accuracy(found: list[dict[str, Any]]) -> float:
+    return round(sum(float(one["score"]) for one in found) / len(found), 4)
 
 
 def _ours(line: Line, tokenizer: Any) -> dict[str, Any]:

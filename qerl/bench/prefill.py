@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from qerl.bench.decode import random_model
+from qerl.bench.machine import require_shapes
+from qerl.bench.qlora import require
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
@@ -33,6 +35,8 @@ def measure(
     """Two rows: groups (prompts, samples of each), and as many separate prompts as there are samples in all."""
     prompts, samples = groups
     where, total = resolve_device(device), prompts * samples
+    require([base])  # refused before anything is made
+    require_shapes([shape], where)
     say(f"Making random weights of {shape} as {base}, LoRA r = {rank} ...")
     model = random_model(shape, base, rank, where)
     blocks = blocks_that_fit(model, BLOCK_SIZE, [prompt + TOKENS + BLOCK_SIZE] * total)

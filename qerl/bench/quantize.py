@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ CORES = 2
 CONTENDERS = ("qerl", "llm-compressor")
 
 
-def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Best of `repeats` runs of each contender, in turns: seconds and peak bytes."""
+def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Best of `repeats` runs of each contender, in turns: seconds and peak bytes. Its row comes after its last run."""
+    form = shape_named(shape)
     if importlib.util.find_spec("llmcompressor") is None:
         raise ValueError("The rival is not installed: pip install 'qerl[calibrate]'.")
     if folder is not None and not folder.is_dir():
@@ -31,27 +32,39 @@ def compare(shape: str, folder: Path | None, repeats: int, say: Callable[[str], 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         source = Path(scratch) / "source"
         say(f"Writing a random {shape} model ...")
-        write_random_checkpoint(shape_named(shape), source)
+        write_random_checkpoint(form, source)
         size = (source / "model.safetensors").stat().st_size
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
         for turn in range(repeats):
             for name in CONTENDERS:
                 say(f"{name}, run {turn + 1} of {repeats} ...")
                 runs[name].append(_run(name, source, Path(scratch) / f"{name}-{turn}"))
-        best = [min(of, key=lambda run: run["seconds"]) for of in runs.values()]
-    return [
-        {
-            "op": "quantize",
-            "shape": shape,
-            "contender": name,
-            "cores": run["cores"],
-            "seconds": round(run["seconds"], 3),
-            "gb_per_s": round(size / 1e9 / run["seconds"], 3),
-            "peak_gb": round(run["peak_bytes"] / 1e9, 3),
-            "output_gb": round(run["output_bytes"] / 1e9, 3),
-        }
-        for name, run in zip(runs, best, strict=True)
-    ]
+                say(f"{name}: {runs[name][-1]['seconds']:.3f} s")
+                if turn + 1 == repeats:
+                    yield _row(shape, name, min(runs[name], key=lambda run: run["seconds"]), size)
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the two rows."""
+    ours, theirs = rows
+    return {
+        "shape": ours["shape"],
+        "speedup": round(theirs["seconds"] / ours["seconds"], 2),
+        "memory_ratio": round(ours["peak_gb"] / theirs["peak_gb"], 3),
+    }
+
+
+def _row(shape: str, name: str, run: dict[str, Any], size: int) -> dict[str, Any]:
+    return {
+        "op": "quantize",
+        "shape": shape,
+        "contender": name,
+        "cores": run["cores"],
+        "seconds": round(run["seconds"], 3),
+        "gb_per_s": round(size / 1e9 / run["seconds"], 3),
+        "peak_gb": round(run["peak_bytes"] / 1e9, 3),
+        "output_gb": round(run["output_bytes"] / 1e9, 3),
+    }
 
 
 def _run(name: str, source: Path, out: Path) -> dict[str, Any]:

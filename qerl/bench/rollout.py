@@ -7,13 +7,14 @@ are those up to a sample's end.
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from qerl.bench.machine import require_shapes
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
@@ -39,9 +40,10 @@ class Work:
 
 def compare(
     shape: str, prompts: int, samples: int, max_tokens: int, device: str, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """A row for each contender: tokens, seconds, tokens a second."""
     where = resolve_device(device)
+    require_shapes([shape], where)
     form = shape_named(shape)
     random.seed(SEED)
     ids = [tuple(random.randrange(form.vocab) for _ in range(random.randrange(20, 120))) for _ in range(prompts)]
@@ -50,26 +52,27 @@ def compare(
         folder = Path(scratch) / "model"
         say(f"Writing a random {shape} model ...")
         write_random_checkpoint(form, folder)
-        rows = []
         contenders = {"qerl": _qerl, "qerl, eager": _qerl_eager, "transformers": _transformers}
         if where.type == "cpu":  # where there are no graphs
             del contenders["qerl, eager"]
         for name, contender in contenders.items():
             say(f"{name} ...")
             tokens, seconds = contender(folder, Work(ids, samples, max_tokens, stop), where)
-            rows.append(
-                {
-                    "op": "rollout",
-                    "shape": shape,
-                    "contender": name,
-                    "prompts": prompts,
-                    "samples": samples,
-                    "tokens": tokens,
-                    "seconds": round(seconds, 3),
-                    "tokens_per_s": round(tokens / seconds, 1),
-                }
-            )
-    return rows
+            yield {
+                "op": "rollout",
+                "shape": shape,
+                "contender": name,
+                "prompts": prompts,
+                "samples": samples,
+                "tokens": tokens,
+                "seconds": round(seconds, 3),
+                "tokens_per_s": round(tokens / seconds, 1),
+            }
+
+
+def speedup(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of our engine over transformers."""
+    return {"speedup": round(rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"], 2)}
 
 
 def _qerl_eager(folder: Path, work: Work, device: torch.device) -> tuple[int, float]:

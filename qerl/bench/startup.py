@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from qerl.bench.machine import require_shapes
+from qerl.device import resolve_device
 from qerl.model.random_checkpoint import write_random_checkpoint
 from qerl.model.shapes import shape_named
 
@@ -27,6 +29,7 @@ def measure(
     """A row for each run, in seconds since the process was started."""
     if folder is not None and not folder.is_dir():
         raise ValueError(f"There is no folder {folder}.")
+    require_shapes([shape], resolve_device(device))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         checkpoint = Path(scratch) / "model"
         say(f"Writing a random {shape} model as nvfp4 ...")

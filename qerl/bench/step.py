@@ -18,8 +18,9 @@ from rich.console import Console
 
 from qerl.bench.clock import Clock, allocated_gb, occupied, peak_gb, reset_peak
 from qerl.bench.decode import decoded, random_model
+from qerl.bench.machine import require_shapes
 from qerl.bench.qlora import BITSANDBYTES, nearest, ratios, require, rivals_first
-from qerl.bench.training import Say, recomputed
+from qerl.bench.training import Say, recomputed, require_recompute
 from qerl.config import Config
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit
@@ -131,7 +132,11 @@ def measure(job: Steps, say: Say) -> Iterator[dict[str, Any]]:
     device = resolve_device(None if job.device == "auto" else job.device)
     if job.steps < 2:
         raise ValueError("--steps must be at least 2: the first one only warms up.")
-    require(job.bases)
+    require(job.bases)  # refused before anything is made
+    require_shapes(job.shapes, device)
+    require_recompute(job.recompute)
+    for base in job.bases:
+        settings(job, base, Path())
     ballast = occupied(job.limit_gb, device)
     taken = ballast.nbytes if ballast is not None else 0
     for name in job.shapes:

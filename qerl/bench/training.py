@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qerl.bench.clock import Clock, peak_gb, reset_peak
 from qerl.bench.decode import random_model
+from qerl.bench.machine import require_shapes
 from qerl.bench.operations import PEAK, pass_operations
 from qerl.bench.qlora import BITSANDBYTES, fewest_recomputed, nearest, ratios, require, rivals_first
 from qerl.device import resolve_device
@@ -48,7 +49,9 @@ def measure(job: Passes, say: Say) -> Iterator[dict[str, Any]]:
     device = resolve_device(None if job.device == "auto" else job.device)
     if job.profile and device.type != "cuda":
         raise ValueError("--profile shows a GPU's kernels: leave it out on a CPU.")
-    require(job.bases)
+    require(job.bases)  # refused before anything is made
+    require_shapes(job.shapes, device)
+    require_recompute(job.recompute)
     for name in job.shapes:
         done: dict[tuple[str, int], float] = {}
         for base in rivals_first(job.bases):
@@ -76,9 +79,12 @@ def recomputed(asked: str, base: str, shape: Shape, load: Workload, device: torc
     if asked == "auto":
         return fewest_recomputed(base, shape, load, within_reach(device)) if device.type == "cuda" else 0
     named = {"all": shape.layers, "none": 0}
-    if asked not in named and not asked.isdigit():
-        raise ValueError(f"--recompute {asked!r}: write auto, all, none or a number of blocks.")
     return named[asked] if asked in named else min(int(asked), shape.layers)
+
+
+def require_recompute(asked: str) -> None:
+    if asked not in ("auto", "all", "none") and not asked.isdigit():
+        raise ValueError(f"--recompute {asked!r}: write auto, all, none or a number of blocks.")
 
 
 def _row(
@@ -108,7 +114,7 @@ def _row(
     row = {
         "op": "train", "shape": name, "base": base, "rank": job.rank, "tokens": tokens, "segment": job.segment,
         "recomputed": blocks, "tokens_per_s": round(tokens / seconds, 1), "tflops": round(done / seconds / 1e12, 1),
-        "of_peak": round(done / seconds / PEAK, 3),
+        "of_peak": round(done / seconds / PEAK, 3) if device.type == "cuda" else None,
         **ratios(timed, base, tokens, seconds),
         **{f"{key}_ms": round(1e3 * value, 2) for key, value in parts.items()},
         "head_products_ms": round(1e3 * _head_products(model, predicted), 2),

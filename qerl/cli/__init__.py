@@ -5,9 +5,10 @@ import os
 import signal
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from qerl import __version__
 from qerl.cli.bench import bench
@@ -26,7 +27,19 @@ from qerl.errors import Interrupted
 
 PATIENCE = 2.0  # seconds that a rank with an error waits for rank 0 to have the same
 
+
+class Commands(TyperGroup):
+    """A Ctrl-C that a command lets through ends it with a message."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted("Interrupted.") from error
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

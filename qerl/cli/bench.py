@@ -1,17 +1,21 @@
 """`qerl bench ...`: a few lines of wiring for each measurement."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from qerl.cli.measured import measured
 from qerl.console import finish, say, screen
 
 bench = typer.Typer(no_args_is_help=True, help="Measure: a table, then one line of JSON.")
 
 Csv = Annotated[Path | None, typer.Option(help="Append the rows to this CSV file, with GPU and commit.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")]
+OneShape = Annotated[
+    str | None, typer.Option(help="Shape of the random model.", show_default="qwen2.5-7b on a GPU, tiny on a CPU")
+]
 
 
 @bench.command("quantize")
@@ -24,26 +28,11 @@ def bench_quantize(
     csv: Csv = None,
 ) -> None:
     """qerl's rtn against llm-compressor's data-free NVFP4A16: seconds and peak memory."""
-    from qerl.bench.quantize import compare
-    from qerl.bench.results import append_rows
+    from qerl.bench.quantize import compare, ratios
 
-    rows = compare(shape, folder, repeats, say)
-    if csv:
-        append_rows(csv, rows)
     columns = ("contender", "cores", "seconds", "gb_per_s", "peak_gb", "output_gb")
-    table = Table(*columns, title=f"{shape} to NVFP4 on the CPU, folder to folder")
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
-    screen.print(table)
-    ours, theirs = rows
-    finish(
-        {
-            "shape": shape,
-            "rows": rows,
-            "speedup": round(theirs["seconds"] / ours["seconds"], 2),
-            "memory_ratio": round(ours["peak_gb"] / theirs["peak_gb"], 3),
-        }
-    )
+    title = f"{shape} to NVFP4 on the CPU, folder to folder"
+    measured(compare(shape, folder, repeats, say), columns, title, csv, summary=ratios)
 
 
 @bench.command("rollout")
@@ -73,6 +62,10 @@ def bench_rollout(
     """Our engine against transformers.generate: tokens a second on samples of mixed lengths.
 
     With --batch, the engine alone: every combination of the lists, all samples as long as --max-tokens.
+
+    On a GPU, of_floor compares with an H200, which reads weights and cache at 4.0 TB/s, whatever GPU this is.
+
+    JSON and CSV have more columns than the table.
     """
     _refuse_unread(
         context,
@@ -80,9 +73,6 @@ def bench_rollout(
         with_it=("base", "rank", "prompt", "run_up_to", "kv_cache_dtype"),
         without_it=("prompts", "samples"),
     )
-    from qerl.bench.results import append_rows
-    from qerl.bench.rollout import compare
-
     lengths = tuple(_numbers(max_tokens))
     if batch is not None:
         from qerl.bench import decode
@@ -98,25 +88,18 @@ def bench_rollout(
             device=device,
             kv_cache_dtype=kv_cache_dtype,
         )
-        shown = (
-            *("model", "base", "rank", "batch", "new_tokens", "prefill_ms", "step_ms", "floor_ms", "of_floor"),
-            *("tokens_per_s", "peak_gb"),
-        )
-        _measured(decode.measure(work, say), shown, f"Prefill and decoding, prompts of {prompt} tokens", csv)
+        shown = ("model", "base", "rank", "batch", "new_tokens", "prefill_ms", "step_ms", "tokens_per_s", "of_floor")
+        title = f"Prefill and decoding, prompts of {prompt} tokens{_note(device, '; of floor: an H200, 4.0 TB/s')}"
+        measured(decode.measure(work, say), shown, title, csv)
         return
     if len(lengths) > 1:
         raise ValueError("Several --max-tokens belong to --batch.")
-    rows = compare(shape, prompts, samples, lengths[0], device or "cpu", say)
-    if csv:
-        append_rows(csv, rows)
-    columns = ("contender", "tokens", "seconds", "tokens_per_s")
-    table = Table(
-        *columns, title=f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {device or 'cpu'}"
-    )
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in columns))
-    screen.print(table)
-    finish({"rows": rows, "speedup": round(rows[0]["tokens_per_s"] / rows[-1]["tokens_per_s"], 2)})
+    from qerl.bench.rollout import compare, speedup
+
+    where = device or "cpu"
+    rows = compare(shape, prompts, samples, lengths[0], where, say)
+    title = f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {where}"
+    measured(rows, ("contender", "tokens", "seconds", "tokens_per_s"), title, csv, summary=speedup)
 
 
 @bench.command("linear")
@@ -127,51 +110,61 @@ def bench_linear(
     format: Annotated[str, typer.Option(help="nvfp4, or nf4 (beside bitsandbytes where that is installed).")] = "nvfp4",
     csv: Csv = None,
 ) -> None:
-    """4-bit linears on our kernels, alone and with LoRA, against cuBLAS in bf16: microseconds, on a GPU."""
+    """4-bit linears on our kernels, alone and with LoRA, against cuBLAS in bf16: microseconds, on a GPU.
+
+    with_lora_us of gate_up includes SwiGLU, as in a decode step; us does not.
+
+    of_floor compares with an H200 (4.0 TB/s, 780 TFLOP/s), whatever GPU this is.
+    """
     from qerl.bench.linear import measure
 
     columns = ("layer", "rows", "us", "with_lora_us", "bf16_us", "x_bf16", "bitsandbytes_us", "of_floor", "tb_per_s")
-    title = f"{shape}: linear layers as {format}, LoRA r = {rank}"
-    _measured(measure(shape, _numbers(rows), rank, say, format), columns, title, csv)
+    title = (
+        f"{shape}: linear layers as {format}, LoRA r = {rank} (gate_up with LoRA: SwiGLU too); of floor: an H200, "
+        "4.0 TB/s and 780 TFLOP/s"
+    )
+    measured(measure(shape, _numbers(rows), rank, say, format), columns, title, csv)
 
 
 @bench.command("prefill")
 def bench_prefill(
-    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
+    shape: OneShape = None,
     base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4, nf4 or bitsandbytes.")] = "nvfp4",
     rank: Annotated[int, typer.Option(help="LoRA's rank; 0: none.", min=0)] = 32,
     prompts: Annotated[int, typer.Option(help="How many prompts.", min=1)] = 16,
     samples: Annotated[int, typer.Option(help="Samples of each.", min=1)] = 16,
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 512,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    device: Device = None,
     csv: Csv = None,
 ) -> None:
     """Groups: prompts x samples against as many separate prompts, until every sample has its second token."""
     from qerl.bench.prefill import measure
 
+    shape = _shape(shape, device)
     rows = measure(shape, base, rank, (prompts, samples), prompt, device, say)
-    _measured(rows, ("prompts", "samples", "prompt", "ms"), f"{shape} as {base}, LoRA r = {rank}: prefill", csv)
+    measured(rows, ("prompts", "samples", "prompt", "ms"), f"{shape} as {base}, LoRA r = {rank}: prefill", csv)
 
 
 @bench.command("startup")
 def bench_startup(
-    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
+    shape: OneShape = None,
     folder: Annotated[
         Path | None, typer.Option(help="Where to put the model.", show_default="the temporary folder")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    device: Device = None,
     csv: Csv = None,
 ) -> None:
     """From a local NVFP4 checkpoint to the first token: seconds since the process was started, in two runs."""
     from qerl.bench.startup import measure
 
+    shape = _shape(shape, device)
     columns = ("run", "imported_s", "loaded_s", "engine_s", "first_token_s", "decoding_s")
-    _measured(measure(shape, folder, device, say), columns, f"{shape} as nvfp4: start-up", csv)
+    measured(measure(shape, folder, device, say), columns, f"{shape} as nvfp4: start-up", csv)
 
 
 @bench.command("logprobs")
 def bench_logprobs(
-    shape: Annotated[str, typer.Option(help="Shape of the random model.")] = "qwen2.5-7b",
+    shape: OneShape = None,
     base: Annotated[str, typer.Option(help="nvfp4, bf16, mxfp4, nf4 or bitsandbytes.")] = "nvfp4",
     rank: Annotated[int, typer.Option(help="LoRA's rank.", min=1)] = 32,
     sigma: Annotated[float, typer.Option(help="Noise.", min=0)] = 0.01,
@@ -179,16 +172,17 @@ def bench_logprobs(
     prompt: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 256,
     max_tokens: Annotated[int, typer.Option(help="New tokens.", min=1)] = 256,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")] = None,
+    device: Device = None,
     csv: Csv = None,
 ) -> None:
     """The sampler's log-probs against the trainer's, LoRA and noise on: mean and largest difference."""
     from qerl.bench.logprobs import measure
 
+    shape = _shape(shape, device)
     lengths, columns = (prompt, max_tokens), ("trainer", "tokens", "mean", "max")
     rows = measure(shape, base, rank, sigma, batch, lengths, kv_cache_dtype, device, say)
     title = f"{shape} as {base}, LoRA r = {rank}, sigma {sigma:g}, cache {kv_cache_dtype}: |difference| of log-probs"
-    _measured(rows, columns, title, csv)
+    measured(rows, columns, title, csv)
 
 
 @bench.command("step")
@@ -227,6 +221,8 @@ def bench_step(
     """A whole step of RL on random weights, part by part, with memory beside the plan's.
 
     With --tokens, the training pass alone: tokens/s, TFLOP/s, time of layers and log-probs, memory.
+
+    On a GPU, of_peak compares with an H200's 989 TFLOP/s in bf16, whatever GPU this is.
     """
     _refuse_unread(
         context,
@@ -243,7 +239,8 @@ def bench_step(
         figures = ("shape", "base", "tokens", "recomputed", "tokens_per_s", "tflops", "of_peak", "x_bf16",
                    "x_bitsandbytes", "forward_ms", "logprob_ms", "head_products_ms", "backward_ms", "peak_gb",
                    "plan_gb", "plan_off")  # fmt: skip
-        _measured(passes(job, say), figures, f"Forward and backward, LoRA r = {rank}", csv, turned=True)
+        title = f"Forward and backward, LoRA r = {rank}{_note(device, '; of_peak: an H200, 989 TFLOP/s')}"
+        measured(passes(job, say), figures, title, csv, turned=True)
         return
     from qerl.bench.step import Steps
     from qerl.bench.step import measure as whole
@@ -255,7 +252,7 @@ def bench_step(
              "rollout_tokens_per_s", "train_tokens_per_s", "recomputed", "peak_gb", "plan_gb", "plan_off", "device_gb",
              "plan_device_gb", "cache_gb", "last_s", "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
     title = f"A step: {prompts} x {group} completions of {new} tokens, prompts of {prompt}"
-    _measured(whole(work, say), shown, title, csv, turned=True)
+    measured(whole(work, say), shown, title, csv, turned=True)
 
 
 def _refuse_unread(context: typer.Context, switch: str, with_it: tuple[str, ...], without_it: tuple[str, ...]) -> None:
@@ -284,29 +281,18 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
-def _measured(
-    rows: Iterable[dict[str, Any]], columns: tuple[str, ...], title: str, csv: Path | None, turned: bool = False
-) -> None:
-    """Rows as a table, each also to the CSV file as it comes. turned: many figures of few rows, which are said as well
-    as they come, since each takes minutes."""
-    from qerl.bench.results import append_rows
+def _shape(shape: str | None, device: str | None) -> str:
+    from qerl.bench.machine import default_shape
+    from qerl.device import resolve_device
 
-    table, found = Table(*columns, title=title), list[dict[str, Any]]()
-    for row in rows:
-        found.append(row)
-        if turned:
-            say("  ".join(f"{column} {row[column]}" for column in columns if row[column] is not None))
-        table.add_row(*(str(row[column]) for column in columns))
-        if csv:
-            append_rows(csv, [row])
-    if not found:
-        raise ValueError("Nothing was measured: none of it fits into memory.")
-    if turned:
-        table = Table("", *(str(i) for i in range(1, len(found) + 1)), title=title)
-        for column in columns:
-            table.add_row(column, *("" if row[column] is None else str(row[column]) for row in found))
-    screen.print(table)
-    finish({"rows": found})
+    return shape or default_shape(resolve_device(device))
+
+
+def _note(device: str | None, about_a_gpu: str) -> str:
+    """Part of a title that a CPU's table has no use for."""
+    from qerl.device import resolve_device
+
+    return about_a_gpu if resolve_device(device).type == "cuda" else ""
 
 
 @bench.command("parity")
@@ -320,17 +306,10 @@ def bench_parity(
 ) -> None:
     """`qerl eval` against lm-eval on GSM8K: greedy, float32, on the CPU, the same prompts and limits."""
     from qerl.bench.parity import compare
-    from qerl.bench.results import append_rows
 
-    rows = compare(model, data_dir, limit, max_tokens, batch_size, say)
-    if csv:
-        append_rows(csv, [{"model": Path(model).name, "max_tokens": max_tokens, **row} for row in rows])
-    columns = (name.replace("_", " ") for name in rows[0])
-    table = Table(*columns, title=f"GSM8K, first {limit} questions, {max_tokens} tokens; differences are from hf")
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    screen.print(table)
-    finish({"rows": rows})
+    columns = ("road", "questions", "accuracy", "exact_match", "other_prompts", "other_texts", "other_scores")
+    title = f"GSM8K, first {limit} questions, {max_tokens} tokens; differences are from hf"
+    measured(compare(model, data_dir, limit, max_tokens, batch_size, say), columns, title, csv)
 
 
 @bench.command("formats")
@@ -338,9 +317,13 @@ def bench_formats() -> None:
     """Mean squared error of each format, rtn against mse, on three kinds of weights."""
     from qerl.bench.formats import measure
 
-    rows = measure()
     table = Table("weights", "format", "bits", "rtn", "mse", "less", title="Mean squared error / variance")
-    for row in rows:
-        table.add_row(row.weights, row.format, f"{row.bits}", f"{row.rtn:.5f}", f"{row.mse:.5f}", f"{row.gain:.1%}")
-    screen.print(table)
-    finish({f"{row.weights}/{row.format}": {"rtn": row.rtn, "mse": row.mse} for row in rows})
+    result = {}
+    try:
+        for row in measure():
+            table.add_row(row.weights, row.format, f"{row.bits}", f"{row.rtn:.5f}", f"{row.mse:.5f}", f"{row.gain:.1%}")
+            result[f"{row.weights}/{row.format}"] = {"rtn": row.rtn, "mse": row.mse}
+    finally:  # after a Ctrl-C too
+        if result:
+            screen.print(table)
+            finish(result)

@@ -46,7 +46,9 @@ def random(
     """Write a checkpoint with random weights of a named shape, to try things on."""
     from qerl.model.random_checkpoint import contents, write_random_checkpoint
     from qerl.model.shapes import shape_named
+    from qerl.quant.partial import require_new
 
+    require_new(out)
     chosen = shape_named(shape)
     with byte_progress(f"random {shape}") as (on_plan, on_bytes):
         on_plan(sum(spec.nbytes for spec in contents(chosen, base)[0].values()))

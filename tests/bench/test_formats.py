@@ -2,7 +2,7 @@ from qerl.bench.formats import measure
 
 
 def test_the_search_helps_on_every_kind_of_weights() -> None:
-    rows = measure(rows=64)
+    rows = list(measure(rows=64))
     assert len(rows) == 9
     for row in rows:
         assert row.mse < row.rtn

@@ -181,7 +181,7 @@ def test_our_gsm8k_score_equals_lm_evals(tmp_path: Path) -> None:
     sums = distinct(16, 7, (2, 3))
     rows = [{"question": one.prompt, "answer": f"So it is.\n#### {one.answer}"} for one in sums]
     (tmp_path / "gsm8k_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = compare(str(tiny_model_folder()), tmp_path, 12, 24, 4, lambda text: None, system_prompt="")
+    found = list(compare(str(tiny_model_folder()), tmp_path, 12, 24, 4, lambda text: None, system_prompt=""))
     assert [row["road"] for row in found] == ["qerl eval", "lm-eval qerl", "lm-eval hf"]
     assert len({row["accuracy"] for row in found}) == 1
     assert 0 < found[0]["accuracy"] < 1

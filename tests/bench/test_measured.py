@@ -1,0 +1,166 @@
+"""What `qerl bench` shows of its rows, whatever ends it, and what it refuses before any work."""
+
+import csv
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from qerl.bench import formats
+from qerl.cli.measured import measured, table
+from tests.conftest import Command
+
+MANY = "bench rollout --batch 1,2,3,4,5,6,7,8,9 --base bf16 --rank 0 --prompt 4 --device cpu --max-tokens 6"
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def test_rows_of_rollouts_are_readable_at_80_columns(command: Command) -> None:
+    row = {"model": "qwen2.5-32b", "base": "bitsandbytes", "rank": 128, "batch": 256, "new_tokens": 8192,
+           "prefill_ms": 12345.6, "step_ms": 123.456, "tokens_per_s": 12345.6, "of_floor": 0.55}  # fmt: skip
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(table([row], tuple(row), "A title"))
+    assert shown.get().splitlines()[-1].split() == [str(value) for value in row.values()]
+    done = command(*["bench", "rollout", "--batch", "1", "--prompt", "4", "--device", "cpu", "--max-tokens", "2"])
+    first, second, _, line, result = done.stdout.splitlines()[1:]
+    assert first.split() == ["new", "prefill", "step", "tokens"]  # no "of floor", an H200's: empty on a CPU
+    assert second.split()[:5] == ["model", "base", "rank", "batch", "tokens"]
+    assert line.split()[:5] == ["tiny", "nvfp4", "32", "1", "2"]
+    (found,) = json.loads(result)["rows"]
+    assert found["of_floor"] is None
+    assert (found["timed"], found["prompt"]) == ("every step", 4)
+
+
+def test_a_ctrl_c_shows_the_finished_rows(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "rows.csv"
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        ours = frame is not None and frame.f_globals["__name__"].startswith("qerl.")  # no import, nobody's callback
+        if ours and path.exists() and len(path.read_text().splitlines()) > 2:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        done = command(*MANY.split(), "--csv", path)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert done.returncode == 130
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert 2 <= len(rows) < 9
+    assert [row["batch"] for row in rows] == [int(row["batch"]) for row in rows_of(path)]
+    assert sum(line.startswith("tiny ") for line in done.stdout.splitlines()) == len(rows)
+    assert f"error: Interrupted after {len(rows)} finished rows, shown above and kept in {path}." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_ctrl_c_before_the_first_row_is_one_message(command: Command) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_globals["__name__"] == formats.__name__:  # it has begun to measure
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        done = command("bench", "formats")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: Interrupted.\n")
+
+
+def test_what_fails_in_the_middle_loses_no_row(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"op": "a", "us": 1.5}
+        raise ValueError("and then it failed")
+
+    with pytest.raises(ValueError, match="and then it failed"):
+        measured(rows(), ("op", "us"), "A title", None)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"rows": [{"op": "a", "us": 1.5}]}
+
+
+def test_a_file_of_an_older_form_costs_no_row(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "rows.csv"
+    words = ("bench", "rollout", "--batch", "1,2", "--prompt", "4", "--device", "cpu", "--max-tokens", "2")
+    shown = "model,base,rank,batch,new_tokens,prefill_ms,step_ms,tokens_per_s,of_floor"
+    path.write_text(old := f"{shown},gpu,commit\n")
+    done = command(*words, "--csv", path)
+    assert done.returncode == 0
+    assert path.read_text() == old
+    assert [row["batch"] for row in rows_of(tmp_path / "rows-2.csv")] == ["1", "2"]
+    assert done.stderr.count(f"they go to {tmp_path / 'rows-2.csv'}.") == 1
+    path.write_text("name,value\n")
+    done = command(*words, "--csv", path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {path} has other columns than these results: name another file.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("prefill --base fp3", "no base 'fp3'"),
+        ("prefill --shape gpt", "no shape 'gpt'"),
+        ("startup --shape gpt", "no shape 'gpt'"),
+        ("startup --device cuda:77", "no device cuda:77"),
+        ("quantize --shape gpt", "no shape 'gpt'"),
+        ("quantize --csv {tmp}", "is a folder"),
+        ("rollout --csv {tmp}/nowhere/x.csv", "there is no folder"),
+        ("rollout --batch 1 --kv-cache-dtype int8", "no kv_cache_dtype 'int8'"),
+        ("logprobs --kv-cache-dtype int8", "no kv_cache_dtype 'int8'"),
+        ("logprobs --base fp3", "no base 'fp3'"),
+        ("step --shape gpt", "no shape 'gpt'"),
+        ("step --recompute some", "auto, all, none or a number"),
+        ("step --updates 3", "must be a multiple of"),
+        ("step --tokens 64 --shape gpt", "no shape 'gpt'"),
+        ("step --tokens 64 --recompute some", "auto, all, none or a number"),
+        ("linear --shape gpt", "no shape 'gpt'"),
+        ("linear --format fp3", "knows nvfp4 and nf4, not 'fp3'"),
+    ],
+)
+def test_bad_words_are_refused_before_any_work(tmp_path: Path, command: Command, words: str, message: str) -> None:
+    done = command("bench", *words.format(tmp=tmp_path).split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")  # nothing was said before: no weights were made
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_one_line_says_so(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # which is not there without a GPU
+    for words, message in (("linear", "with a GPU"), ("startup --device cuda", "This machine has no device cuda")):
+        done = command("bench", *words.split())
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_help_says_whose_floor_and_peak_and_what_with_lora_is(command: Command) -> None:
+    for name, words in (
+        ("rollout", "an H200, which reads weights and cache at 4.0 TB/s"),
+        ("step", "an H200's 989 TFLOP/s"),
+        ("linear", "an H200 (4.0 TB/s, 780 TFLOP/s)"),
+        ("linear", "gate_up includes SwiGLU"),
+        ("prefill", "qwen2.5-7b on a GPU, tiny on a CPU"),
+    ):
+        assert words in " ".join(command("bench", name, "--help").stdout.replace("│", " ").split())
+
+
+def test_random_refuses_a_folder_that_is_there_before_a_bar(tmp_path: Path, command: Command) -> None:
+    done = command("random", "tiny", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"error: {tmp_path} exists. Name a new folder, or remove it first."]
