@@ -46,7 +46,8 @@ def test_a_ctrl_c_shows_the_finished_rows(tmp_path: Path, command: Command) -> N
     path = tmp_path / "rows.csv"
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        ours = frame is not None and frame.f_globals.get("__name__", "").startswith("qerl.")  # no import, nobody's callback
+        name = "" if frame is None else frame.f_globals.get("__name__", "")
+        ours = name.startswith("qerl.")  # no import, nobody's callback
         if ours and path.exists() and len(path.read_text().splitlines()) > 2:
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
