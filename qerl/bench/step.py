@@ -134,7 +134,7 @@ def measure(job: Steps, say: Say) -> Iterator[dict[str, Any]]:
         raise ValueError("--steps must be at least 2: the first one only warms up.")
     require(job.bases)  # refused before anything is made
     require_shapes(job.shapes, device)
-    require_recompute(job.recompute)
+    require_recompute(job.recompute, job.shapes)
     for base in job.bases:
         settings(job, base, Path())
     ballast = occupied(job.limit_gb, device)

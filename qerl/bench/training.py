@@ -51,7 +51,7 @@ def measure(job: Passes, say: Say) -> Iterator[dict[str, Any]]:
         raise ValueError("--profile shows a GPU's kernels: leave it out on a CPU.")
     require(job.bases)  # refused before anything is made
     require_shapes(job.shapes, device)
-    require_recompute(job.recompute)
+    require_recompute(job.recompute, job.shapes)
     for name in job.shapes:
         done: dict[tuple[str, int], float] = {}
         for base in rivals_first(job.bases):
@@ -79,12 +79,17 @@ def recomputed(asked: str, base: str, shape: Shape, load: Workload, device: torc
     if asked == "auto":
         return fewest_recomputed(base, shape, load, within_reach(device)) if device.type == "cuda" else 0
     named = {"all": shape.layers, "none": 0}
-    return named[asked] if asked in named else min(int(asked), shape.layers)
+    return named[asked] if asked in named else int(asked)
 
 
-def require_recompute(asked: str) -> None:
-    if asked not in ("auto", "all", "none") and not asked.isdigit():
+def require_recompute(asked: str, shapes: list[str]) -> None:
+    if asked in ("auto", "all", "none"):
+        return
+    if not asked.isdigit():
         raise ValueError(f"--recompute {asked!r}: write auto, all, none or a number of blocks.")
+    least, name = min((shape_named(name).layers, name) for name in shapes)
+    if int(asked) > least:
+        raise ValueError(f"--recompute {asked}: {name} has {least} blocks. Write all, or a number up to {least}.")
 
 
 def _row(

@@ -128,6 +128,8 @@ def test_a_file_of_an_older_form_costs_no_row(tmp_path: Path, command: Command) 
         ("step --updates 3", "must be a multiple of"),
         ("step --tokens 64 --shape gpt", "no shape 'gpt'"),
         ("step --tokens 64 --recompute some", "auto, all, none or a number"),
+        ("step --tokens 64 --recompute 99", "tiny has 4 blocks. Write all"),
+        ("step --recompute 99", "tiny has 4 blocks. Write all"),
         ("linear --shape gpt", "no shape 'gpt'"),
         ("linear --format fp3", "knows nvfp4 and nf4, not 'fp3'"),
     ],
