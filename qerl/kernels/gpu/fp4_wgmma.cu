@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(OTHERS));
 #endif
         if (warp == WARPS) {
-            if (lane == 0) {
+            if (chosen()) {
                 auto bring_w = [&](int i, int tile, int k) {
                     const u32 to = shared + W_AT + i * W_BYTES, barrier = full + 8 * i;
                     expect(barrier, KT * X_BYTES + W_BYTES);
