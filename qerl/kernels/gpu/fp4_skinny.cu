@@ -242,18 +242,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny(const __grid_con
         const u32 at = ring + stage * STAGE;
         wait(barriers + stage * 8, phase);
         Unit v[2];
-        if (n == CHUNK) { // while one unit is multiplied, the next is loaded
-            load(v[0], at, 0, lane, x_lane + inner * 128);
+        int i = 0;
+#pragma unroll 1
+        for (; i + 4 <= n; i += 4) { // while one unit is multiplied, the next is loaded
+            load(v[0], at, i, lane, x_lane + (inner + i) * 128);
 #pragma unroll
-            for (int i = 0; i < CHUNK; i++) {
-                if (i + 1 < CHUNK) load(v[(i + 1) % 2], at, i + 1, lane, x_lane + (inner + i + 1) * 128);
-                multiply(acc, v[i % 2]);
+            for (int j = 0; j < 4; j++) {
+                if (j < 3) load(v[(j + 1) % 2], at, i + j + 1, lane, x_lane + (inner + i + j + 1) * 128);
+                multiply(acc, v[j % 2]);
             }
-        } else {
-            for (int i = 0; i < n; i++) {
-                load(v[0], at, i, lane, x_lane + (inner + i) * 128);
-                multiply(acc, v[0]);
-            }
+        }
+#pragma unroll 1
+        for (; i < n; i++) {
+            load(v[0], at, i, lane, x_lane + (inner + i) * 128);
+            multiply(acc, v[0]);
         }
         __syncwarp();
         if (chosen()) fetch(stage);
