@@ -99,7 +99,7 @@ def skinny_plan(tiles: Tiles, low: LowRank | None, processors: int) -> SkinnyPla
     def longest(plan: SkinnyPlan) -> float:  # the longest block's work; a cut costs a little
         return -(-strips // plan.groups) * -(-k_tiles // plan.k_parts) * (1 + 0.03 * plan.k_parts)
 
-    best = (8, 4, 4) if strips * k_tiles < SMALL else (12, 3, 4)  # on an H200
+    best = (8, 2, 8) if strips * k_tiles < SMALL else (12, 3, 4)  # on an H200
     for cut in (best, (16, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1)):
         plans = [
             SkinnyPlan(parts, max(1, min(strips // 2, processors // parts)), *cut)

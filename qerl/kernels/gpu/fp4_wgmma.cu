@@ -207,6 +207,8 @@ extern "C" __global__ void __launch_bounds__(128 * CW + 128, 1) linear(const __g
 #endif
         if (warp == WARPS) {
             if (chosen()) {
+                for (const Map *map : {&p.x_map, &p.low_map}) // what comes after the wait should not wait for its map
+                    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
                 auto bring_w = [&](int i, int tile, int k) {
                     const u32 to = shared + W_AT + i * W_BYTES, barrier = full + 8 * i;
                     expect(barrier, KT * X_BYTES + W_BYTES);

@@ -21,6 +21,7 @@ from qerl.kernels.gpu.cuda import (
     compiles_for_hopper,
     tensor_map,
 )
+from qerl.kernels.gpu.fp4_skinny import SMALL
 from qerl.kernels.gpu.launch import processors, zeros
 from qerl.kernels.low_rank import LowRank
 
@@ -58,23 +59,28 @@ class WgmmaPlan:
 
 
 # By bm: cw and stages, as they came out best on an H200 for Qwen2.5: large weights, and the rest.
-LARGE = {16: (3, 8), 32: (3, 8), 48: (3, 7), 64: (3, 6), 96: (2, 6), 128: (2, 5)}
-SMALL = {16: (2, 9), 32: (2, 9), 48: (2, 9), 64: (2, 8), 96: (2, 6), 128: (2, 5)}
+LARGE = {16: (3, 8), 32: (3, 8), 48: (3, 7), 64: (3, 6), 128: (2, 5)}
+OTHERS = {16: (2, 9), 32: (2, 9), 48: (2, 9), 64: (2, 8), 96: (2, 6), 128: (2, 5)}
+UP_TO_96 = WgmmaPlan(96, 3, 5, registers=144, others=64)
 UP_TO_192 = WgmmaPlan(192, 2, 3, registers=208, others=88)
-UP_TO_192_SMALL = WgmmaPlan(96, 3, 5, registers=144, others=64)
 MANY_ROWS = WgmmaPlan(128, 3, 4, registers=144, others=64)
 MANY_ROWS_LARGE = WgmmaPlan(256, 2, 3, registers=208, others=88)
 
 
 def wgmma_plan(strips: int, k_tiles: int, rows: int) -> WgmmaPlan:
     """What is sound for a weight of 16 strips x 64 k_tiles."""
-    large = strips * k_tiles >= 50_000
+    size = strips * k_tiles
+    if size < SMALL and 64 < rows <= 256:  # as many tiles as there are multiprocessors matter more than x read often
+        return WgmmaPlan(48, 3, 7) if rows <= 96 else WgmmaPlan(64, 3, 6)
+    if size >= 50_000 and 64 < rows <= 96:
+        return UP_TO_96
     if rows <= 128:
-        bm = next(bm for bm in LARGE if rows <= bm)
-        return WgmmaPlan(bm, *(LARGE if large else SMALL)[bm])
+        best = LARGE if size >= 50_000 else OTHERS
+        bm = next(bm for bm in best if rows <= bm)
+        return WgmmaPlan(bm, *best[bm])
     if rows <= 192:
-        return UP_TO_192 if large else UP_TO_192_SMALL
-    return MANY_ROWS_LARGE if k_tiles >= 128 or strips * k_tiles >= 200_000 else MANY_ROWS
+        return UP_TO_192 if size >= 50_000 else UP_TO_96
+    return MANY_ROWS_LARGE if size >= 200_000 else MANY_ROWS
 
 
 def wgmma_serves(x: Tensor, tiles: Tiles, low: LowRank | None) -> bool:
