@@ -19,7 +19,7 @@ HEAVY = 4  # strips of W that a strip of LoRA's A weighs as much as
 MOST_PARTS = 12  # that K is cut into
 SMALL = 20_000  # strips times tiles: a weight whose launch is all latency
 # By strips and tiles, where it measures better on an H200 than what `skinny_plan` would choose: how far K is cut.
-PARTS = {(160, 32): 4, (128, 172): 5, (288, 56): 2, (224, 56): 4}  # Qwen2.5 3B's qkv and down, 7B's qkv and o
+PARTS = {(160, 32): 4, (128, 32): 1, (128, 172): 5, (288, 56): 2, (224, 56): 4}  # Qwen2.5: 3B and 7B
 SHARED = 226 << 10  # of shared memory that a block may have on Hopper, a little left for the kernel's own
 POINTERS = ("x", "words", "scales", "divisor", "bias", "a", "b", "column", "y", "parts", "counts")
 NUMBERS = (
