@@ -216,7 +216,7 @@ def speed_table(*by: str, **where: Any) -> str:
     found, rows = speeds(*by, rank="32", **where), []
     for key in sorted(found, key=lambda key: [(len(word), word) for word in key]):
         four, sixteen = found[key].get("nvfp4"), found[key].get("bf16")
-        cells = [f"{speed:.0f}" if speed else "not measured yet" for speed in (four, sixteen)]
+        cells = [f"{speed:.0f}" if speed else "not measured" for speed in (four, sixteen)]
         rows.append([*key, *cells, f"{four / sixteen:.2f}" if four and sixteen else ""])
     return markdown([*(name.replace("_", " ") for name in by), "NVFP4, tokens/s", "bf16, tokens/s", "ratio"], rows)
 
@@ -233,6 +233,55 @@ def rank_table() -> str:
         }
         rows.append([batch, *(f"{speed:.0f}{share[rank]}" if speed else "" for rank, speed in by_rank.items())])
     return markdown(["batch", "no LoRA", *(f"r = {rank}" for rank in ranks)], rows)
+
+
+def large_rank_table() -> str:
+    """The larger models' speed by rank, and times bf16's."""
+    ranks, rows = ("16", "32", "64", "128"), []
+    found = speeds("model", "batch", "rank", timed="every step", new_tokens=lambda n: int(n) <= 256)
+    for model in ("qwen2.5-14b", "qwen2.5-32b"):
+        for batch in ("8", "64"):
+            cells = []
+            for rank in ranks:
+                at = found.get((model, batch, rank), {})
+                four, sixteen = at.get("nvfp4"), at.get("bf16")
+                cells.append((f"{four:.0f}" if four else "") + (f" ({four / sixteen:.2f})" if four and sixteen else ""))
+            rows.append([model, batch, *cells])
+    return markdown(["model", "batch", *(f"r = {rank}" for rank in ranks)], rows)
+
+
+def step_table() -> str:
+    """Whole RL steps of NVFP4 beside the rivals that were measured in one run with them."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    keys = ("shape", "running", "prompts", "new", "commit")
+    with open(ROOT / "benchmarks" / "results" / "step.csv") as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(tuple(row[key] for key in keys), {})[row["base"]] = row
+    out = []
+    for key, bases in rows.items():
+        rivals = [base for base in ("bf16", "bitsandbytes") if base in bases]
+        if "nvfp4" in bases and rivals:
+            ours = bases["nvfp4"]
+            times = {base: float(bases[base]["step_s"]) for base in rivals}
+            cells = [
+                f"{times[base]:.2f} s ({times[base] / float(ours['step_s']):.2f})" if base in times else ""
+                for base in ("bf16", "bitsandbytes")
+            ]
+            memory = " / ".join(f"{float(bases[base]['peak_gb']):.1f}" for base in ("nvfp4", *rivals))
+            out.append(
+                [
+                    key[0],
+                    key[1],
+                    f"{int(key[2]) * int(ours['group'])} x {key[3]}",
+                    f"{float(ours['step_s']):.2f} s",
+                    *cells,
+                    memory,
+                ]
+            )
+    out.sort(key=lambda row: [(len(word), word) for word in row[:2]])
+    return markdown(
+        ["model", "in flight", "completions", "NVFP4", "bf16 (times)", "bitsandbytes NF4 (times)", "GB"], out
+    )
 
 
 def gsm8k_table(runs: list[Run], papers: bool) -> str:
@@ -294,9 +343,11 @@ def tables() -> dict[str, str]:
         "ranks": arms_table(every, RANKS, rise | entropy_of | after, "last 5"),
         "noise": arms_table(tiny, NOISE, rise | noise | after, "last 5"),
         "noise on bf16": arms_table(tiny, NOISE_ON_BF16, rise | noise | after, "last 5"),
-        "speed": speed_table("model", "batch", "new_tokens", timed="every step"),
-        "speed by length": speed_table("batch", "new_tokens", model="qwen2.5-7b", new_tokens=lambda n: int(n) > 512),
+        "speed": speed_table("model", "batch", timed="every step", new_tokens=lambda n: int(n) <= 256),
+        "speed by length": speed_table("model", "batch", "new_tokens", new_tokens=lambda n: int(n) > 512),
         "speed by rank": rank_table(),
+        "speed by rank, larger models": large_rank_table(),
+        "whole steps": step_table(),
         "gsm8k, equal learning rate": gsm8k_table(gsm8k, papers=False),
         "gsm8k, the paper's learning rates": gsm8k_table(gsm8k, papers=True),
     }
