@@ -81,3 +81,8 @@ def bootstrap(rows: Sequence[tuple[float, ...]], of: Callable[[Any], Any]) -> li
     picked = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
     low, high = np.quantile(of(values[picked].sum(axis=1)), [0.025, 0.975])
     return [float(of(values.sum(axis=0))), float(low), float(high)]
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
