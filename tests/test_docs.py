@@ -1,5 +1,6 @@
 """What the docs show runs, and what they link to is there."""
 
+import csv
 import re
 import shlex
 from pathlib import Path
@@ -69,6 +70,18 @@ def test_commands_in_the_docs_exist_and_take_what_they_are_shown_with(page: Path
 def test_every_page_is_linked_from_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text] == []
+
+
+def test_the_readmes_tokens_a_second_are_the_last_that_were_measured() -> None:
+    last = {}
+    with open(ROOT / "benchmarks" / "results" / "decode.csv") as file:
+        for row in csv.DictReader(file):
+            if (row["model"], row["rank"], row["timed"]) == ("qwen2.5-7b", "32", "every step"):
+                last[row["base"], row["batch"]] = f"{float(row['tokens_per_s']):.0f}"
+    lines = (ROOT / "README.md").read_text().replace("*", "").splitlines()
+    table = {line.split(" | ")[0]: line.strip(" |").split(" | ")[1:] for line in lines if line.startswith("|")}
+    for name, base in (("| qerl, NVFP4 + LoRA", "nvfp4"), ("| qerl, bf16 + LoRA", "bf16")):
+        assert table[name] == [last[base, batch] for batch in table["| batch"]]
 
 
 def test_every_module_stands_in_the_list_of_rooms() -> None:

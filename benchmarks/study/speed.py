@@ -52,7 +52,7 @@ def rank_table() -> str:
 
 
 def large_rank_table() -> str:
-    """The larger models' speed by rank, and times bf16's."""
+    """The larger models' speed by rank, and times bf16's; with up to 256 new tokens, as many as were measured last."""
     ranks, rows = ("16", "32", "64", "128"), []
     found = speeds("model", "batch", "rank", timed="every step", new_tokens=lambda n: int(n) <= 256)
     for model in ("qwen2.5-14b", "qwen2.5-32b"):
@@ -67,36 +67,25 @@ def large_rank_table() -> str:
 
 
 def step_table() -> str:
-    """Whole RL steps of NVFP4 beside the rivals that were measured in one run with them."""
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    keys = ("shape", "running", "prompts", "new", "commit")
+    """Whole RL steps of NVFP4 beside the rivals that were measured at the same commit."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     with open(MEASURED / "step.csv") as file:
         for row in csv.DictReader(file):
-            rows.setdefault(tuple(row[key] for key in keys), {})[row["base"]] = row
-    out = []
-    for key, bases in rows.items():
+            key = tuple(row[name] for name in ("shape", "running", "prompts", "group", "new", "commit"))
+            found.setdefault(key, {})[row["base"]] = row
+    rows = []
+    for (shape, running, prompts, group, new, _), bases in found.items():
         rivals = [base for base in ("bf16", "bitsandbytes") if base in bases]
-        if "nvfp4" in bases and rivals:
-            ours = bases["nvfp4"]
-            times = {base: float(bases[base]["step_s"]) for base in rivals}
-            cells = [
-                f"{times[base]:.2f} s ({times[base] / float(ours['step_s']):.2f})" if base in times else ""
-                for base in ("bf16", "bitsandbytes")
-            ]
-            memory = " / ".join(f"{float(bases[base]['peak_gb']):.1f}" for base in ("nvfp4", *rivals))
-            out.append(
-                [
-                    key[0],
-                    key[1],
-                    f"{int(key[2]) * int(ours['group'])} x {key[3]}",
-                    f"{float(ours['step_s']):.2f} s",
-                    *cells,
-                    memory,
-                ]
-            )
-    out.sort(key=lambda row: [(len(word), word) for word in row[:2]])
+        if "nvfp4" not in bases or not rivals:
+            continue
+        seconds = {base: float(row["step_s"]) for base, row in bases.items()}
+        times = {base: f"{seconds[base]:.2f} s ({seconds[base] / seconds['nvfp4']:.2f})" for base in rivals}
+        cells = [f"{seconds['nvfp4']:.2f} s", times.get("bf16", ""), times.get("bitsandbytes", "")]
+        memory = " / ".join(f"{float(bases[base]['peak_gb']):.1f}" for base in ("nvfp4", *rivals))
+        rows.append([shape, running, f"{int(prompts) * int(group)} x {new}", *cells, memory])
+    rows.sort(key=lambda row: [(len(word), word) for word in row[:2]])
     return markdown(
-        ["model", "in flight", "completions", "NVFP4", "bf16 (times)", "bitsandbytes NF4 (times)", "GB"], out
+        ["model", "in flight", "completions", "NVFP4", "bf16 (times)", "bitsandbytes NF4 (times)", "GB"], rows
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from qerl.bench.linear import layers
 from qerl.kernels.fp4_tiles import Tiles, tile
 from qerl.kernels.gpu import fp4_linear as public
-from qerl.kernels.gpu.fp4_skinny import SkinnyPlan, room, skinny_linear, skinny_plan
+from qerl.kernels.gpu.fp4_skinny import MEASURED, SkinnyPlan, room, skinny_linear, skinny_plan
 from qerl.kernels.gpu.fp4_tiled import dequantize_tiles, tiled_linear
 from qerl.kernels.gpu.fp4_wgmma import WgmmaPlan, wgmma_linear, wgmma_plan
 from qerl.kernels.gpu.low_rank import add_low_rank
@@ -133,13 +133,17 @@ def test_gate_and_up_are_joined(sizes: tuple[int, ...], inputs: int, rank: int, 
             one.judged(lambda x, g=gated: public.fp4_linear(x, one.tiles, one.bias, None, g), rows, gated, False)
 
 
+# Warps, stages, units of a stage: the two that `skinny_plan` begins with, and others.
+SKINNY_CUTS = [(8, 2, 8), (12, 3, 4), (8, 4, 2), (16, 2, 4), (4, 3, 1)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("sizes", "inputs", "rank", "k_parts"),
     # K must have so many tiles, and its part of x must fit into shared memory.
     [(*shape, parts) for shape in [*ODD, *REAL] for parts in (1, 2, 3) if 64 * parts <= shape[1] <= 2048 * parts],
 )
-@pytest.mark.parametrize("cut", [(8, 4, 2), (16, 2, 4), (4, 3, 1)])
+@pytest.mark.parametrize("cut", SKINNY_CUTS)
 def test_the_skinny_kernel(
     sizes: tuple[int, ...], inputs: int, rank: int, k_parts: int, cut: tuple[int, int, int]
 ) -> None:
@@ -151,7 +155,7 @@ def test_the_skinny_kernel(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k_parts", [1, 2])
-@pytest.mark.parametrize("cut", [(8, 4, 2), (16, 2, 4), (4, 3, 1)])
+@pytest.mark.parametrize("cut", SKINNY_CUTS)
 @pytest.mark.parametrize(("sizes", "inputs", "rank"), [*GATE_UP, ((128, 128), 208, 128)])
 def test_the_skinny_kernel_joins_gate_and_up(
     sizes: tuple[int, ...], inputs: int, rank: int, k_parts: int, cut: tuple[int, int, int]
@@ -164,9 +168,8 @@ def test_the_skinny_kernel_joins_gate_and_up(
             one.judged(lambda x, g=gated: skinny_linear(x, one.tiles, one.bias, None, g, plan), rows, gated, False)
 
 
-WGMMA_PLANS = sorted(
-    {wgmma_plan(*weight, rows) for weight in ((224, 56), (2368, 56), (224, 296)) for rows in range(9, 300)}, key=str
-)
+WEIGHTS = ((224, 56), (320, 80), (2368, 56), (3456, 80))  # small, of middle size, large, largest
+WGMMA_PLANS = sorted({wgmma_plan(*weight, rows) for weight in WEIGHTS for rows in range(9, 300)}, key=str)
 
 
 @pytest.mark.gpu
@@ -225,11 +228,27 @@ def test_what_a_plan_takes_is_there_on_hopper(plan: WgmmaPlan) -> None:
         assert 128 * plan.cw * plan.registers + 128 * plan.others <= launched, "the kernel would wait for ever"
 
 
+def weights(name: str) -> list[tuple[tuple[int, ...], int, int, int]]:
+    """Of a public model's four: N of the parts, K, strips and tiles."""
+    found = layers(shape_named(name)).values()
+    return [(sizes, inputs, -(-sum(sizes) // 64) * 4, -(-inputs // 64)) for sizes, inputs in found]
+
+
+@pytest.mark.parametrize("name", sorted(SHAPE_NAMES))
+def test_every_plan_of_a_public_model_is_among_those_that_are_tested(name: str) -> None:
+    for _, _, strips, k_tiles in weights(name):
+        assert {wgmma_plan(strips, k_tiles, rows) for rows in range(9, 1536)} <= set(WGMMA_PLANS)
+
+
+def test_cuts_that_were_measured_are_those_of_public_models() -> None:
+    known = {(strips, k_tiles) for name in SHAPE_NAMES for _, _, strips, k_tiles in weights(name)}
+    assert set(MEASURED) <= known
+
+
 @pytest.mark.parametrize("name", sorted(SHAPE_NAMES))
 @pytest.mark.parametrize("rank", [0, 16, 128])
 def test_every_public_model_fits_the_skinny_kernel(name: str, rank: int) -> None:
-    for sizes, inputs in layers(shape_named(name)).values():
-        strips, k_tiles = -(-sum(sizes) // 64) * 4, -(-inputs // 64)
+    for sizes, inputs, strips, k_tiles in weights(name):
         tiles = Tiles(torch.empty(strips, k_tiles, 0), torch.empty(0), torch.empty(0), (sum(sizes), inputs))
         low = low_rank_buffers(sizes, 1, rank, 1.0, torch.float32, torch.device("cpu")) if rank else None
         plan = skinny_plan(tiles, low, 132)
@@ -238,6 +257,7 @@ def test_every_public_model_fits_the_skinny_kernel(name: str, rank: int) -> None
         assert shared <= 227 << 10
         assert plan.k_parts * plan.groups <= 132, "all blocks must be resident at once"
         assert plan.k_parts <= k_tiles
+        assert plan.k_parts == MEASURED.get((strips, k_tiles), plan.k_parts), "what was measured is not what is used"
 
 
 @pytest.mark.parametrize(

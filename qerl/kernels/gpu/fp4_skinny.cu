@@ -210,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny(const __grid_con
 #if RANK > 0
     for (int i = threadIdx.x; i < (a1 - a0) * 16 * k_count; i += THREADS) // 64 inputs of a row of A are a line
         if ((k0 + i % k_count) * 64 < p.k)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(p.a + (u64)(a0 * 16 + i / k_count) * p.k + (k0 + i % k_count) * 64));
+            asm volatile("prefetch.global.L2 [%0];"
+                         ::"l"(p.a + (u64)(a0 * 16 + i / k_count) * p.k + (k0 + i % k_count) * 64));
 #endif
     const u32 x_barrier = (u32)__cvta_generic_to_shared(shared) + p.ring_at + WARPS * STAGES * (STAGE + 8);
     if (warp == 0 && chosen()) {
@@ -220,7 +221,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) skinny(const __grid_con
         asm volatile("griddepcontrol.wait;" ::: "memory");
         expect(x_barrier, p.m * x_bytes);
         for (int row = 0; row < p.m; row++)
-            copy((u32)__cvta_generic_to_shared(xs) + row * x_row, p.x + (u64)row * p.x_stride + k0 * 64, x_bytes, x_barrier);
+            copy((u32)__cvta_generic_to_shared(xs) + row * x_row, p.x + (u64)row * p.x_stride + k0 * 64, x_bytes,
+                 x_barrier);
     } else {
         asm volatile("griddepcontrol.wait;" ::: "memory");
     }

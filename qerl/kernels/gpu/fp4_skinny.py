@@ -18,8 +18,9 @@ MOST_ROWS = 8
 HEAVY = 4  # strips of W that a strip of LoRA's A weighs as much as
 MOST_PARTS = 12  # that K is cut into
 SMALL = 20_000  # strips times tiles: a weight whose launch is all latency
-# By strips and tiles, where it measures better on an H200 than what `skinny_plan` would choose: how far K is cut.
-PARTS = {(160, 32): 4, (128, 32): 1, (128, 172): 5, (288, 56): 2, (224, 56): 4}  # Qwen2.5: 3B and 7B
+# Parts of K by strips and tiles of a weight, where they measured better on an H200 than what `skinny_plan` reckons:
+# Qwen2.5's qkv, o and down of the 3B, qkv and o of the 7B.
+MEASURED = {(160, 32): 4, (128, 32): 1, (128, 172): 5, (288, 56): 2, (224, 56): 4}
 SHARED = 226 << 10  # of shared memory that a block may have on Hopper, a little left for the kernel's own
 POINTERS = ("x", "words", "scales", "divisor", "bias", "a", "b", "column", "y", "parts", "counts")
 NUMBERS = (
@@ -94,14 +95,16 @@ def room(strips: int, k_tiles: int, a_strips: int, plan: SkinnyPlan) -> tuple[in
 
 
 def skinny_plan(tiles: Tiles, low: LowRank | None, processors: int) -> SkinnyPlan:
-    """One block for each multiprocessor; K cut only as far as x must fit, or strips divide more evenly."""
+    """One block for each multiprocessor; K cut as measured, else only as far as x must fit, or strips divide more
+    evenly."""
     strips, k_tiles = tiles.words.shape[:2]
     a_strips = len(low.a) // ROWS if low is not None else 0
+    measured = MEASURED.get((strips, k_tiles))
 
     def cost(plan: SkinnyPlan) -> int:  # units of the longest block, and its strips' sums written and read
         own = -(-strips // plan.groups)
         meet = 2 * own * (1 + plan.k_parts) if plan.k_parts > 1 else 0
-        return 0 if plan.k_parts == PARTS.get((strips, k_tiles)) else own * -(-k_tiles // plan.k_parts) + meet
+        return own * -(-k_tiles // plan.k_parts) + meet
 
     best = (8, 2, 8) if strips * k_tiles < SMALL else (12, 3, 4)  # on an H200
     for cut in (best, (16, 2, 2), (8, 2, 2), (8, 2, 1), (4, 2, 1)):
@@ -111,7 +114,7 @@ def skinny_plan(tiles: Tiles, low: LowRank | None, processors: int) -> SkinnyPla
         ]
         fit = [plan for plan in plans if room(strips, k_tiles, a_strips, plan)[-1] <= SHARED]
         if fit:
-            return min(fit, key=cost)
+            return next((plan for plan in fit if plan.k_parts == measured), min(fit, key=cost))
     raise ValueError(f"A weight of {tiles.shape[0]} x {tiles.shape[1]} does not fit the kernel for few rows.")
 
 

@@ -153,7 +153,8 @@ static __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// x A^T: report this block's pieces and, when all are there, compute this warp's share of the sums. Four lanes have 16 rows of A, eight the pieces.
+// x A^T: report this block's pieces and, when all are there, compute this warp's share of the sums. Four lanes have 16
+// rows of A, eight the pieces.
 static __device__ __forceinline__ void low_rank(const Args &p, int warp, int lane, u32 a_done, int pieces) {
     const int rows = (p.m + 7) / 8 * 8, t = lane % 4;
     const bool first = warp == 0 && lane == 0;

@@ -58,29 +58,31 @@ class WgmmaPlan:
         return 1024 + self.stages * (2 * (self.bm * 128 + self.cw * 4 * 576) + 16) + 8
 
 
-# By bm: cw and stages, as they came out best on an H200 for Qwen2.5: large weights, and the rest.
-LARGE = {16: (3, 8), 32: (3, 8), 48: (3, 7), 64: (3, 6), 128: (2, 5)}
-OTHERS = {16: (2, 9), 32: (2, 9), 48: (2, 9), 64: (2, 8), 96: (2, 6), 128: (2, 5)}
-UP_TO_96 = WgmmaPlan(96, 3, 5, registers=144, others=64)
-UP_TO_192 = WgmmaPlan(192, 2, 3, registers=208, others=88)
-MANY_ROWS = WgmmaPlan(128, 3, 4, registers=144, others=64)
-MANY_ROWS_LARGE = WgmmaPlan(256, 2, 3, registers=208, others=88)
+# Weights by strips times tiles, as SMALL is. By bm: cw and stages, as they came out best on an H200 for Qwen2.5, of
+# large weights and of the rest.
+LARGE, LARGEST = 50_000, 200_000
+CUTS_OF_LARGE = {16: (3, 8), 32: (3, 8), 48: (3, 7), 64: (3, 6), 128: (2, 5)}
+CUTS = {16: (2, 9), 32: (2, 9), 48: (2, 9), 64: (2, 8), 96: (2, 6), 128: (2, 5)}
+OF_96 = WgmmaPlan(96, 3, 5, registers=144, others=64)
+OF_192 = WgmmaPlan(192, 2, 3, registers=208, others=88)
+OF_128 = WgmmaPlan(128, 3, 4, registers=144, others=64)
+OF_256 = WgmmaPlan(256, 2, 3, registers=208, others=88)
 
 
 def wgmma_plan(strips: int, k_tiles: int, rows: int) -> WgmmaPlan:
-    """What is sound for a weight of 16 strips x 64 k_tiles."""
+    """For a weight of so many strips of 16 rows and tiles of 64 inputs, and so many rows of x."""
     size = strips * k_tiles
     if size < SMALL and 64 < rows <= 256:  # as many tiles as there are multiprocessors matter more than x read often
         return WgmmaPlan(48, 3, 7) if rows <= 96 else WgmmaPlan(64, 3, 6)
-    if size >= 50_000 and 64 < rows <= 96:
-        return UP_TO_96
+    if size >= LARGE and 64 < rows <= 96:
+        return OF_96
     if rows <= 128:
-        best = LARGE if size >= 50_000 else OTHERS
-        bm = next(bm for bm in best if rows <= bm)
-        return WgmmaPlan(bm, *best[bm])
+        cuts = CUTS_OF_LARGE if size >= LARGE else CUTS
+        bm = next(bm for bm in cuts if rows <= bm)
+        return WgmmaPlan(bm, *cuts[bm])
     if rows <= 192:
-        return UP_TO_192 if size >= 50_000 else UP_TO_96
-    return MANY_ROWS_LARGE if size >= 200_000 else MANY_ROWS
+        return OF_192 if size >= LARGE else OF_96
+    return OF_256 if size >= LARGEST else OF_128
 
 
 def wgmma_serves(x: Tensor, tiles: Tiles, low: LowRank | None) -> bool:
