@@ -114,7 +114,11 @@ def cache_words(config: Config, found: "Plan") -> str:
     )
     if found.whole_sequences >= SLOW * found.step_sequences:
         return words
-    fp8 = "kv_cache_dtype=fp8 lets it hold nearly twice as many, " if config.kv_cache_dtype == "auto" else ""
+    fp8 = (
+        "kv_cache_dtype=fp8 lets it hold nearly twice as many (at a price: docs/training.md), "
+        if config.kv_cache_dtype == "auto"
+        else ""
+    )
     return (
         f"{words} That is few: unless most are much shorter, they wait for each other and sampling will be slow; {fp8}"
         "a lower max_completion_length more."

@@ -3,7 +3,7 @@
 Figures are those of the models' published config.json files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Shape:
     head_dim: int = 128
     form: str = "qwen2"  # qwen2: biases on q, k, v; qwen3: norms on q and k; llama and mistral: neither
     rope_theta: float = 1000000.0
+    context: int = 32768  # tokens of the longest sequence
 
     def tensors(self) -> dict[str, Spec]:
         """Every tensor of a bf16 checkpoint by its name in transformers."""
@@ -65,7 +66,7 @@ class Shape:
             "hidden_act": "silu",
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
-            "max_position_embeddings": 32768,
+            "max_position_embeddings": self.context,
             "num_attention_heads": self.heads,
             "num_hidden_layers": self.layers,
             "num_key_value_heads": self.kv_heads,
@@ -85,11 +86,13 @@ SHAPES = {
     "qwen2.5-7b": Shape(3584, 28, 18944, 28, 4, vocab=152064),
     "qwen2.5-14b": Shape(5120, 48, 13824, 40, 8, vocab=152064),
     "qwen2.5-32b": Shape(5120, 64, 27648, 40, 8, vocab=152064),
-    "qwen3-4b": Shape(2560, 36, 9728, 32, 8, tied=True, form="qwen3"),
-    "qwen3-8b": Shape(4096, 36, 12288, 32, 8, form="qwen3"),
-    "llama-3.1-8b": Shape(4096, 32, 14336, 32, 8, vocab=128256, form="llama", rope_theta=500000.0),
+    "qwen3-4b": Shape(2560, 36, 9728, 32, 8, tied=True, form="qwen3", context=40960),
+    "qwen3-8b": Shape(4096, 36, 12288, 32, 8, form="qwen3", context=40960),
+    "llama-3.1-8b": Shape(4096, 32, 14336, 32, 8, vocab=128256, form="llama", rope_theta=500000.0, context=131072),
     "mistral-7b": Shape(4096, 32, 14336, 32, 8, vocab=32768, form="mistral"),
-    "smollm2-135m": Shape(576, 30, 1536, 9, 3, vocab=49152, tied=True, head_dim=64, form="llama", rope_theta=100000.0),
+    "smollm2-135m": Shape(
+        576, 30, 1536, 9, 3, vocab=49152, tied=True, head_dim=64, form="llama", rope_theta=100000.0, context=8192
+    ),
 }
 
 
@@ -107,6 +110,7 @@ HUB_IDS = {
     "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
     "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",
 }
+LONGER = {f"Qwen/Qwen2.5-{size}B": 131072 for size in ("1.5", "7", "14", "32")}  # context, but for -Instruct
 
 
 def shape_of(model: str) -> Shape:
@@ -117,7 +121,7 @@ def shape_of(model: str) -> Shape:
     if folder.is_dir():
         return _shape_in(folder)
     if known := HUB_IDS.get(model.removesuffix("-Instruct")):
-        return SHAPES[known]
+        return replace(SHAPES[known], context=LONGER.get(model, SHAPES[known].context))
     if fetched := _fetched(model):
         return _shape_in(fetched)
     raise ValueError(
@@ -155,4 +159,5 @@ def _shape_in(folder: Path) -> Shape:
         tied=config.get("tie_word_embeddings", False),
         head_dim=config.get("head_dim") or config["hidden_size"] // heads,
         form=config["model_type"],
+        context=config.get("max_position_embeddings", 32768),
     )

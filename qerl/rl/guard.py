@@ -14,7 +14,7 @@ import torch
 
 from qerl.config import Config
 from qerl.rl.batch import TrainSample
-from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_groups, longest_sequence
+from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_groups, longest_sequence, require_context
 from qerl.rl.update import Tally, Updater
 
 BEGINNING = 5  # steps that a run is compared with
@@ -129,14 +129,7 @@ def preflight(config: Config, updater: Updater, say: Callable[[str], None]) -> d
     would. On a CPU, where it would take minutes and nothing is refused, one sequence of the largest length."""
     model = updater.model
     longest = longest_sequence(config)
-    if longest > model.arch.max_positions:
-        context = model.arch.max_positions
-        prompt = min(config.max_prompt_length, context // 2)
-        raise ValueError(
-            f"max_prompt_length={config.max_prompt_length} and max_completion_length={config.max_completion_length} "
-            f"make {longest} tokens; the model's context is {context}. Write for example max_prompt_length={prompt} "
-            f"max_completion_length={context - prompt}."
-        )
+    require_context(config, model.arch.max_positions)
     tokens = largest_micro_batch(config) if model.device.type == "cuda" else longest
     say(f"Trying {'the largest micro-batch' if tokens > longest else 'the longest sequence'}, {tokens} tokens ...")
     if model.device.type != "cuda":

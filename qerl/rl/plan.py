@@ -1,5 +1,6 @@
 """What a run will do and what it will take, from its settings: no weights, no data, no GPU, no network."""
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from qerl.rl.sizes import (
     group_tokens,
     largest_micro_batch,
     longest_sequence,
+    require_context,
     running_sequences,
     total_steps,
 )
@@ -63,9 +65,10 @@ class Plan:
 
 
 def make_plan(config: Config, gpu_gb: float = 80.0) -> Plan:
-    if gpu_gb <= 0:
-        raise ValueError(f"--gpu is the GPU's memory in GB, such as 80: {gpu_gb:g} is not above 0.")
+    if not 0 < gpu_gb < math.inf:
+        raise ValueError(f"--gpu is the GPU's memory in GB, a number above 0 such as 80, not {gpu_gb:g}.")
     shape, rows, gpu = shape_of(config.model), training_rows(config), int(gpu_gb * GB)
+    require_context(config, shape.context)
     steps = total_steps(config, rows or 0) if rows is not None or config.max_steps >= 0 else None
     completions = config.prompts_per_step * config.num_generations
     sampled = completions * config.max_completion_length

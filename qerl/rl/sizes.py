@@ -10,6 +10,18 @@ def longest_sequence(config: Config) -> int:
     return config.max_prompt_length + config.max_completion_length
 
 
+def require_context(config: Config, context: int) -> None:
+    """The model must be able to see a prompt and its completion at their longest."""
+    longest = longest_sequence(config)
+    if longest > context:
+        prompt = min(config.max_prompt_length, context // 2)
+        raise ValueError(
+            f"max_prompt_length={config.max_prompt_length} and max_completion_length={config.max_completion_length} "
+            f"make {longest} tokens; the model's context is {context}. Write for example max_prompt_length={prompt} "
+            f"max_completion_length={context - prompt}."
+        )
+
+
 def total_steps(config: Config, rows: int) -> int:
     if config.max_steps > 0:
         return config.max_steps

@@ -1,6 +1,7 @@
 """`qerl plan`: counts that a person can check by hand, and refusals."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -107,8 +108,6 @@ def test_more_blocks_than_there_are_can_not_be_recomputed() -> None:
 
 def test_full_training_that_does_not_fit_is_first_advised_to_be_lora() -> None:
     assert make_plan(config(base="full"), 40).advice == "base=bf16"
-    with pytest.raises(ValueError, match="-5 is not above 0"):
-        make_plan(config(), -5)
 
 
 def test_the_command_fails_where_it_does_not_fit_and_says_when_the_cache_is_small() -> None:
@@ -128,9 +127,22 @@ def test_the_command_fails_where_it_does_not_fit_and_says_when_the_cache_is_smal
 
 
 def test_the_command_prints_tables_and_one_line_of_json() -> None:
-    done = CliRunner().invoke(app, ["plan", "model=tiny", "task=countdown", "max_steps=5", "--gpu", "24"])
+    words = "plan model=tiny task=countdown max_steps=5 max_prompt_length=128 max_completion_length=128 --gpu 24"
+    done = CliRunner().invoke(app, words.split())
     assert done.exit_code == 0, done.output
     assert "while it samples" in done.stdout
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["steps"], result["fits"], result["gpu_gb"]) == (5, True, 24.0)
     assert result["memory_gb"]["updating"] >= result["memory_gb"]["weights"]
+
+
+def test_what_the_model_cannot_see_is_refused_as_a_run_refuses_it() -> None:
+    with pytest.raises(ValueError, match="make 40512 tokens; the model's context is 32768"):
+        make_plan(config(max_completion_length=40000))
+    assert make_plan(config(model="Qwen/Qwen2.5-7B", max_completion_length=40000)).completions_a_step > 0  # 131072
+
+
+@pytest.mark.parametrize("memory", [math.inf, math.nan, 0.0, -5.0])
+def test_memory_that_no_gpu_has_is_refused(memory: float) -> None:
+    with pytest.raises(ValueError, match=f"a number above 0 such as 80, not {memory:g}"):
+        make_plan(config(), memory)
