@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qerl.bench.machine import require_shapes
+from qerl.bench.machine import require_context, require_shapes
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
@@ -47,6 +47,7 @@ def compare(
     form = shape_named(shape)
     random.seed(SEED)
     ids = [tuple(random.randrange(form.vocab) for _ in range(random.randrange(20, 120))) for _ in range(prompts)]
+    require_context([shape], max(map(len, ids)), max_tokens)
     stop = tuple(range(int(form.vocab * STOP_SHARE)))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"

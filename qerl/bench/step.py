@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl.bench.clock import Clock, allocated_gb, occupied, peak_gb, reset_peak
 from qerl.bench.decode import decoded, random_model
-from qerl.bench.machine import require_shapes
+from qerl.bench.machine import require_context, require_shapes
 from qerl.bench.qlora import BITSANDBYTES, nearest, ratios, require, rivals_first
 from qerl.bench.training import Say, recomputed, require_recompute
 from qerl.config import Config
@@ -134,6 +134,7 @@ def measure(job: Steps, say: Say) -> Iterator[dict[str, Any]]:
         raise ValueError("--steps must be at least 2: the first one only warms up.")
     require(job.bases)  # refused before anything is made
     require_shapes(job.shapes, device)
+    require_context(job.shapes, job.prompt, job.new)
     require_recompute(job.recompute, job.shapes)
     for base in job.bases:
         settings(job, base, Path())
