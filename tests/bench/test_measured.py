@@ -20,6 +20,19 @@ from tests.conftest import Command
 MANY = "bench rollout --batch 1,2,3,4,5,6,7,8,9 --base bf16 --rank 0 --prompt 4 --device cpu --max-tokens 6"
 
 
+COMMANDS = (
+    "quantize",
+    "rollout",
+    "rollout --batch 1",
+    "linear",
+    "prefill",
+    "startup",
+    "logprobs",
+    "step",
+    "step --tokens 9",
+)
+
+
 def rows_of(path: Path) -> list[dict[str, str]]:
     with open(path) as file:
         return list(csv.DictReader(file))
@@ -120,6 +133,7 @@ def test_a_file_of_an_older_form_costs_no_row(tmp_path: Path, command: Command) 
         ("quantize --shape gpt", "no shape 'gpt'"),
         ("quantize --csv {tmp}", "is a folder"),
         ("rollout --csv {tmp}/nowhere/x.csv", "there is no folder"),
+        *((f"{name} --csv /proc/x.csv", "--csv /proc/x.csv can't be written to (") for name in COMMANDS),
         ("rollout --batch 1 --kv-cache-dtype int8", "no kv_cache_dtype 'int8'"),
         ("logprobs --kv-cache-dtype int8", "no kv_cache_dtype 'int8'"),
         ("logprobs --base fp3", "no base 'fp3'"),
