@@ -240,7 +240,7 @@ def bench_step(
                    "x_bitsandbytes", "forward_ms", "logprob_ms", "head_products_ms", "backward_ms", "peak_gb",
                    "plan_gb", "plan_off")  # fmt: skip
         title = f"Forward and backward, LoRA r = {rank}{_note(device, '; of_peak: an H200, 989 TFLOP/s')}"
-        measured(passes(job, say), figures, title, csv, turned=True)
+        measured(passes(job, say), figures, title, csv, turned=3)
         return
     from qerl.bench.step import Steps
     from qerl.bench.step import measure as whole
@@ -252,7 +252,7 @@ def bench_step(
              "rollout_tokens_per_s", "train_tokens_per_s", "recomputed", "peak_gb", "plan_gb", "plan_off", "device_gb",
              "plan_device_gb", "cache_gb", "last_s", "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
     title = f"A step: {prompts} x {group} completions of {new} tokens, prompts of {prompt}"
-    measured(whole(work, say), shown, title, csv, turned=True)
+    measured(whole(work, say), shown, title, csv, turned=3)
 
 
 def _refuse_unread(context: typer.Context, switch: str, with_it: tuple[str, ...], without_it: tuple[str, ...]) -> None:

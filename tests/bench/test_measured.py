@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from qerl.bench import formats
-from qerl.cli.measured import measured, table
+from qerl.cli.measured import measured, table, turned_tables
 from tests.conftest import Command
 
 MANY = "bench rollout --batch 1,2,3,4,5,6,7,8,9 --base bf16 --rank 0 --prompt 4 --device cpu --max-tokens 6"
@@ -53,6 +53,22 @@ def test_rows_of_rollouts_are_readable_at_80_columns(command: Command) -> None:
     (found,) = json.loads(result)["rows"]
     assert found["of_floor"] is None
     assert (found["timed"], found["prompt"]) == ("every step", 4)
+
+
+def test_figures_of_many_rows_are_tables_one_under_another_and_nothing_is_cut() -> None:
+    rows = [{"shape": "qwen2.5-7b", "base": base, "running": running, "step_s": f"{base}{running:.4f}", "none": None}
+            for base in ("bf16", "bitsandbytes", "nvfp4") for running in (8, 32, 128)]  # fmt: skip
+    console = Console(width=80)
+    made = turned_tables(rows, tuple(rows[0]), "A title", 3, console)
+    with console.capture() as shown:
+        console.print(*made)
+    lines = [line.split() for line in shown.get().splitlines()]
+    assert shown.get().count("A title") == 1 < len(made) < 5
+    assert len({name for line in lines if line[:1] == ["shape"] for name in line[1:]}) == 1
+    for name in ("base", "running", "step_s"):
+        assert [word for line in lines if line[:1] == [name] for word in line[1:]] == [str(row[name]) for row in rows]
+    assert len(turned_tables(rows, tuple(rows[0]), "A title", 3, Console(width=10))) == len(rows)  # each alone
+    assert len(turned_tables(rows, tuple(rows[0]), "A title", 3, Console(width=400))) == 1
 
 
 def test_a_ctrl_c_shows_the_finished_rows(tmp_path: Path, command: Command) -> None:
