@@ -26,6 +26,7 @@ from qerl.records import Request, Sampling
 
 STOP_SHARE = 0.01
 SEED = 0
+ON_A_GPU, ON_A_CPU = (32, 256), (8, 128)  # prompts and new tokens where nobody says; on a CPU done within a minute
 
 
 @dataclass(frozen=True)

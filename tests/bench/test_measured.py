@@ -155,7 +155,7 @@ def test_a_file_of_an_older_form_costs_no_row(tmp_path: Path, command: Command) 
         ("logprobs --base fp3", "no base 'fp3'"),
         ("step --shape gpt", "no shape 'gpt'"),
         ("step --recompute some", "auto, all, none or a number"),
-        ("step --updates 3", "must be a multiple of"),
+        ("step --updates 3", "must be a multiple of --updates (3)"),
         ("step --tokens 64 --shape gpt", "no shape 'gpt'"),
         ("step --tokens 64 --recompute some", "auto, all, none or a number"),
         ("step --tokens 64 --recompute 99", "tiny has 4 blocks. Write all"),
@@ -201,6 +201,8 @@ def test_help_says_whose_floor_and_peak_and_what_with_lora_is(command: Command) 
         ("step", "an H200's 989 TFLOP/s"),
         ("linear", "an H200 (4.0 TB/s, 780 TFLOP/s)"),
         ("linear", "gate_up includes SwiGLU"),
+        ("rollout", "32, on a CPU 8"),
+        ("step", "512, on a CPU 64"),
         ("prefill", "qwen2.5-7b on a GPU, tiny on a CPU"),
     ):
         assert words in " ".join(command("bench", name, "--help").stdout.replace("│", " ").split())
