@@ -126,13 +126,15 @@ class Job:
     num_blocks: int | None = None  # of the cache; by default what the job needs and memory allows
     kv_cache_dtype: str = "auto"  # or fp8
 
+    def __post_init__(self) -> None:
+        is_fp8(self.kv_cache_dtype)  # refuses a name that is not there, before anything is loaded
+
 
 class Generation:
     """A model loaded for a job; `rows` does the work."""
 
     def __init__(self, job: Job, sampling: Callable[[tuple[int, ...]], Sampling]) -> None:
         """sampling is told the model's stop ids."""
-        is_fp8(job.kv_cache_dtype)  # refuses a name that is not there, before anything is loaded
         folder = resolve(job.model)
         self.job = job
         self.tokenizer = load_tokenizer(folder)

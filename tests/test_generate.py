@@ -51,7 +51,9 @@ def test_an_fp8_cache_is_an_option(folder: Path, command: Command) -> None:
     assert last_json(command(*words, "fp8"))["tokens"] > 0
     wrong = command(*words, "int8")
     assert wrong.returncode == 2
-    assert "no kv_cache_dtype 'int8'; choose one of auto, fp8, fp8_e4m3" in wrong.stderr
+    assert (
+        wrong.stderr == "error: There is no kv_cache_dtype 'int8'; choose one of auto, fp8, fp8_e4m3.\n"
+    )  # no Loading
 
 
 def test_messages_go_through_the_template_without_a_second_bos(folder: Path) -> None:

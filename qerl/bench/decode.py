@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from qerl.bench.machine import require_shapes
+from qerl.bench.machine import require_context, require_shapes
 from qerl.bench.qlora import BITSANDBYTES, hold_bitsandbytes, nearest, require
 from qerl.bench.replay import BANDWIDTH
 from qerl.device import resolve_device
@@ -61,6 +61,9 @@ def measure(table: Table, say: Callable[[str], None]) -> Iterator[dict[str, Any]
     device = resolve_device(table.device)
     require(table.bases)  # refused before anything is measured
     require_shapes(table.shapes, device)
+    if min(table.new_tokens) < 2:
+        raise ValueError("--max-tokens must be at least 2: the first is the prefill's, decode steps give the others.")
+    require_context(table.shapes, table.prompt, max(table.new_tokens))
     is_fp8(table.kv_cache_dtype)  # refuses a name that is not there
     for shape in table.shapes:
         for base in table.bases:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl.bench.decode import random_model
-from qerl.bench.machine import require_shapes
+from qerl.bench.machine import require_context, require_shapes
 from qerl.bench.qlora import require
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit, is_fp8
@@ -45,6 +45,7 @@ def measure(
     where, (prompt, new) = resolve_device(device), lengths
     require([base])  # refused before anything is made
     require_shapes([shape], where)
+    require_context([shape], prompt, new)
     is_fp8(kv_cache_dtype)
     say(f"Making random weights of {shape} as {base}, LoRA r = {rank} ...")
     model = random_model(shape, base, rank, where)

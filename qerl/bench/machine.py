@@ -29,6 +29,18 @@ def require_shapes(names: Sequence[str], device: torch.device) -> None:
             )
 
 
+def require_context(names: Sequence[str], prompt: int, new: int) -> None:
+    """Refuses sequences longer than a shape's context: the engine would refuse or shorten them, and there would be
+    nothing to time."""
+    for name in names:
+        context = shape_named(name).config()["max_position_embeddings"]
+        if prompt + new > context:
+            raise ValueError(
+                f"A prompt of {prompt} tokens and {new} new ones are {prompt + new}; the context of {name} is "
+                f"{context}: ask for fewer."
+            )
+
+
 def available_bytes() -> int | None:
     """Memory that a new process can have, or the limit of its container where that is less; None where the system does
     not say."""

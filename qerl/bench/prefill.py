@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qerl.bench.decode import random_model
-from qerl.bench.machine import require_shapes
+from qerl.bench.machine import require_context, require_shapes
 from qerl.bench.qlora import require
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit
@@ -37,6 +37,7 @@ def measure(
     where, total = resolve_device(device), prompts * samples
     require([base])  # refused before anything is made
     require_shapes([shape], where)
+    require_context([shape], prompt, TOKENS)
     say(f"Making random weights of {shape} as {base}, LoRA r = {rank} ...")
     model = random_model(shape, base, rank, where)
     blocks = blocks_that_fit(model, BLOCK_SIZE, [prompt + TOKENS + BLOCK_SIZE] * total)

@@ -1,7 +1,6 @@
 """Benchmark results as CSV: rows are appended, each with the machine and the commit they were measured on."""
 
 import csv
-import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -16,15 +15,29 @@ STAMP = ("gpu", "commit")
 
 def require_usable(path: Path, columns: Sequence[str]) -> None:
     """Refuses a file that can't take rows with (at least) these columns, before anything is measured."""
+    try:
+        header = _tried(path)
+    except OSError as error:
+        raise ValueError(f"--csv {path} can't be written to ({error.strerror}): name another file.") from error
+    if header and not {*columns, *STAMP} <= set(header):
+        raise ValueError(f"{path} has other columns than these results: name another file.")
+
+
+def _tried(path: Path) -> list[str]:
+    """The columns of a file that was opened for writing, since permissions do not say all. One that was not there is
+    not there after it."""
     if path.is_dir():
         raise ValueError(f"--csv {path} is a folder: name a file in it.")
     if not path.parent.is_dir():
         raise ValueError(f"--csv {path}: there is no folder {path.parent}. Make it first.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"--csv {path} can't be written to: name another file.")
-    header = _header(path)
-    if header and not {*columns, *STAMP} <= set(header):
-        raise ValueError(f"{path} has other columns than these results: name another file.")
+    new = not path.exists()
+    if not new and not path.is_file():  # a device or a pipe, whose columns can't be read back
+        raise ValueError(f"--csv {path} is no regular file: name another file.")
+    with open(path, "a"):
+        pass
+    if new:
+        path.resolve().unlink()  # of a link, what it points to
+    return _header(path)
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]], at: str) -> Path:

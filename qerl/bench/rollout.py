@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from qerl.bench.machine import require_shapes
+from qerl.bench.machine import require_context, require_shapes
 from qerl.device import resolve_device
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
@@ -26,6 +26,7 @@ from qerl.records import Request, Sampling
 
 STOP_SHARE = 0.01
 SEED = 0
+ON_A_GPU, ON_A_CPU = (32, 256), (8, 128)  # prompts and new tokens where nobody says; on a CPU done within a minute
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def compare(
     form = shape_named(shape)
     random.seed(SEED)
     ids = [tuple(random.randrange(form.vocab) for _ in range(random.randrange(20, 120))) for _ in range(prompts)]
+    require_context([shape], max(map(len, ids)), max_tokens)
     stop = tuple(range(int(form.vocab * STOP_SHARE)))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from qerl.bench.clock import Clock, allocated_gb, occupied, peak_gb, reset_peak
 from qerl.bench.decode import decoded, random_model
-from qerl.bench.machine import require_shapes
+from qerl.bench.machine import require_context, require_shapes
 from qerl.bench.qlora import BITSANDBYTES, nearest, ratios, require, rivals_first
 from qerl.bench.training import Say, recomputed, require_recompute
 from qerl.config import Config
@@ -46,6 +46,8 @@ from qerl.rl.update import Tally, Updater, make_optimizer
 from qerl.tasks.rewards import Rewards
 
 PARTS = ("rollout", "reward", "old_logprobs", "forward", "backward", "optimizer", "sleep", "wake")
+# Prompts, completions of each, and tokens of both where nobody says: on a CPU two bases are done in about a minute.
+ON_A_GPU, ON_A_CPU = (16, 8, 256, 512), (4, 4, 64, 64)
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,16 @@ def measure(job: Steps, say: Say) -> Iterator[dict[str, Any]]:
         raise ValueError("--steps must be at least 2: the first one only warms up.")
     require(job.bases)  # refused before anything is made
     require_shapes(job.shapes, device)
+    require_context(job.shapes, job.prompt, job.new)
     require_recompute(job.recompute, job.shapes)
+    if job.prompts % job.updates:
+        raise ValueError(
+            f"--prompts ({job.prompts}) must be a multiple of --updates ({job.updates}), so that every update has the "
+            f"same number of groups."
+        )
     for base in job.bases:
         settings(job, base, Path())
+    in_flight = list(dict.fromkeys(min(count, job.prompts * job.group) for count in job.running))
     ballast = occupied(job.limit_gb, device)
     taken = ballast.nbytes if ballast is not None else 0
     for name in job.shapes:
@@ -149,7 +158,7 @@ def measure(job: Steps, say: Say) -> Iterator[dict[str, Any]]:
                 say(f"{name} as {base} does not fit.")
                 reset_peak(device)
                 continue
-            for running in job.running:
+            for running in in_flight:
                 try:
                     row = _row(job, name, base, model, running, taken, say)
                 except torch.OutOfMemoryError as error:

@@ -49,6 +49,8 @@ def measure(job: Passes, say: Say) -> Iterator[dict[str, Any]]:
     device = resolve_device(None if job.device == "auto" else job.device)
     if job.profile and device.type != "cuda":
         raise ValueError("--profile shows a GPU's kernels: leave it out on a CPU.")
+    if min(job.tokens) < 2:
+        raise ValueError("--tokens must be at least 2: a single token has no next one to predict.")
     require(job.bases)  # refused before anything is made
     require_shapes(job.shapes, device)
     require_recompute(job.recompute, job.shapes)

@@ -39,9 +39,14 @@ def bench_quantize(
 def bench_rollout(
     context: typer.Context,
     shape: Annotated[str, typer.Option(help="Shape of the random model; with --batch a list.")] = "tiny",
-    prompts: Annotated[int, typer.Option(help="Without --batch: how many prompts.", min=1)] = 32,
+    prompts: Annotated[
+        int | None, typer.Option(help="Without --batch: how many prompts.", min=1, show_default="32, on a CPU 8")
+    ] = None,
     samples: Annotated[int, typer.Option(help="Without --batch: samples of each.", min=1)] = 8,
-    max_tokens: Annotated[str, typer.Option(help="New tokens at most; with --batch a list.")] = "256",
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(help="New tokens at most; with --batch a list.", show_default="256, on a CPU without --batch 128"),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda.", show_default="cpu; with --batch a GPU if there is one")
     ] = None,
@@ -63,6 +68,8 @@ def bench_rollout(
 
     With --batch, the engine alone: every combination of the lists, all samples as long as --max-tokens.
 
+    On a CPU the defaults are small: done within about a minute.
+
     On a GPU, of_floor compares with an H200, which reads weights and cache at 4.0 TB/s, whatever GPU this is.
 
     JSON and CSV have more columns than the table.
@@ -73,7 +80,7 @@ def bench_rollout(
         with_it=("base", "rank", "prompt", "run_up_to", "kv_cache_dtype"),
         without_it=("prompts", "samples"),
     )
-    lengths = tuple(_numbers(max_tokens))
+    lengths = tuple(_numbers("256" if max_tokens is None else max_tokens))
     if batch is not None:
         from qerl.bench import decode
 
@@ -94,11 +101,12 @@ def bench_rollout(
         return
     if len(lengths) > 1:
         raise ValueError("Several --max-tokens belong to --batch.")
-    from qerl.bench.rollout import compare, speedup
+    from qerl.bench.rollout import ON_A_CPU, ON_A_GPU, compare, speedup
 
     where = device or "cpu"
-    rows = compare(shape, prompts, samples, lengths[0], where, say)
-    title = f"{shape}, {prompts} prompts x {samples} samples, up to {max_tokens} tokens, {where}"
+    prompts, most = _sizes((prompts, None if max_tokens is None else lengths[0]), where, ON_A_GPU, ON_A_CPU)
+    rows = compare(shape, prompts, samples, most, where, say)
+    title = f"{shape}, {prompts} prompts x {samples} samples, up to {most} tokens, {where}"
     measured(rows, ("contender", "tokens", "seconds", "tokens_per_s"), title, csv, summary=speedup)
 
 
@@ -198,11 +206,20 @@ def bench_step(
     segment: Annotated[int, typer.Option(help="With --tokens: tokens of a sequence.", min=2)] = 768,
     repeats: Annotated[int, typer.Option(help="With --tokens: passes; the median counts.", min=1)] = 3,
     profile: Annotated[bool, typer.Option("--profile", help="With --tokens: the GPU's time by kernel.")] = False,
-    prompts: Annotated[int, typer.Option(help="Without --tokens: prompts of a step.", min=1)] = 16,
-    group: Annotated[int, typer.Option(help="Without --tokens: completions of each.", min=2)] = 8,
-    prompt: Annotated[int, typer.Option(help="Without --tokens: tokens of a prompt.", min=1)] = 256,
-    new: Annotated[int, typer.Option(help="Without --tokens: tokens of a completion.", min=1)] = 512,
-    running: Annotated[str, typer.Option(help="Without --tokens: sequences in flight, as 8,32,128.")] = "128",
+    prompts: Annotated[
+        int | None, typer.Option(help="Without --tokens: prompts of a step.", min=1, show_default="16, on a CPU 4")
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(help="Without --tokens: completions of each.", min=2, show_default="8, on a CPU 4")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="Without --tokens: tokens of a prompt.", min=1, show_default="256, on a CPU 64")
+    ] = None,
+    new: Annotated[
+        int | None,
+        typer.Option(help="Without --tokens: tokens of a completion.", min=1, show_default="512, on a CPU 64"),
+    ] = None,
+    running: Annotated[str, typer.Option(help="Without --tokens: sequences in flight at most, as 8,32,128.")] = "128",
     micro_batch: Annotated[
         int, typer.Option(help="Without --tokens: packed tokens of a forward and backward pass.", min=1)
     ] = 16384,
@@ -222,6 +239,8 @@ def bench_step(
 
     With --tokens, the training pass alone: tokens/s, TFLOP/s, time of layers and log-probs, memory.
 
+    On a CPU the defaults are small: done within about a minute.
+
     On a GPU, of_peak compares with an H200's 989 TFLOP/s in bf16, whatever GPU this is.
     """
     _refuse_unread(
@@ -240,11 +259,12 @@ def bench_step(
                    "x_bitsandbytes", "forward_ms", "logprob_ms", "head_products_ms", "backward_ms", "peak_gb",
                    "plan_gb", "plan_off")  # fmt: skip
         title = f"Forward and backward, LoRA r = {rank}{_note(device, '; of_peak: an H200, 989 TFLOP/s')}"
-        measured(passes(job, say), figures, title, csv, turned=True)
+        measured(passes(job, say), figures, title, csv, turned=3)
         return
-    from qerl.bench.step import Steps
+    from qerl.bench.step import ON_A_CPU, ON_A_GPU, Steps
     from qerl.bench.step import measure as whole
 
+    prompts, group, prompt, new = _sizes((prompts, group, prompt, new), device, ON_A_GPU, ON_A_CPU)
     work = Steps(shapes, bases, _numbers(running), prompts, group, prompt, new, rank, recompute, micro_batch, steps,
                  updates, limit_gb, device)  # fmt: skip
     shown = ("shape", "base", "running", "step_s", "x_bf16", "x_bitsandbytes", "decode", "rollout_s", "reward_s",
@@ -252,7 +272,7 @@ def bench_step(
              "rollout_tokens_per_s", "train_tokens_per_s", "recomputed", "peak_gb", "plan_gb", "plan_off", "device_gb",
              "plan_device_gb", "cache_gb", "last_s", "allocated_gb_step3", "allocated_gb_last")  # fmt: skip
     title = f"A step: {prompts} x {group} completions of {new} tokens, prompts of {prompt}"
-    measured(whole(work, say), shown, title, csv, turned=True)
+    measured(whole(work, say), shown, title, csv, turned=3)
 
 
 def _refuse_unread(context: typer.Context, switch: str, with_it: tuple[str, ...], without_it: tuple[str, ...]) -> None:
@@ -286,6 +306,16 @@ def _shape(shape: str | None, device: str | None) -> str:
     from qerl.device import resolve_device
 
     return shape or default_shape(resolve_device(device))
+
+
+def _sizes(
+    asked: tuple[int | None, ...], device: str | None, on_a_gpu: tuple[int, ...], on_a_cpu: tuple[int, ...]
+) -> list[int]:
+    """What was asked for, and else what is usual on the device."""
+    from qerl.device import resolve_device
+
+    usual = on_a_gpu if resolve_device(device).type == "cuda" else on_a_cpu
+    return [usual[i] if size is None else size for i, size in enumerate(asked)]
 
 
 def _note(device: str | None, about_a_gpu: str) -> str:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from qerl.bench.machine import available_bytes, default_shape, require_shapes
+from qerl.bench.machine import available_bytes, default_shape, require_context, require_shapes
 from tests.conftest import Command
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -10,6 +10,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 def test_the_default_shape_is_large_on_a_gpu_and_tiny_on_a_cpu() -> None:
     assert default_shape(GPU) == "qwen2.5-7b"
     assert default_shape(CPU) == "tiny"
+
+
+def test_a_sequence_may_be_as_long_as_the_context() -> None:
+    require_context(["tiny", "qwen2.5-7b"], 32000, 768)
+    with pytest.raises(ValueError, match=r"32000 tokens and 769 new ones are 32769; the context of tiny is 32768: ask"):
+        require_context(["tiny"], 32000, 769)
 
 
 def test_a_shape_whose_weights_plainly_do_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:

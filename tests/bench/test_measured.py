@@ -14,10 +14,23 @@ import torch
 from rich.console import Console
 
 from qerl.bench import formats
-from qerl.cli.measured import measured, table
+from qerl.cli.measured import measured, table, turned_tables
 from tests.conftest import Command
 
 MANY = "bench rollout --batch 1,2,3,4,5,6,7,8,9 --base bf16 --rank 0 --prompt 4 --device cpu --max-tokens 6"
+
+
+COMMANDS = (
+    "quantize",
+    "rollout",
+    "rollout --batch 1",
+    "linear",
+    "prefill",
+    "startup",
+    "logprobs",
+    "step",
+    "step --tokens 9",
+)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -40,6 +53,22 @@ def test_rows_of_rollouts_are_readable_at_80_columns(command: Command) -> None:
     (found,) = json.loads(result)["rows"]
     assert found["of_floor"] is None
     assert (found["timed"], found["prompt"]) == ("every step", 4)
+
+
+def test_figures_of_many_rows_are_tables_one_under_another_and_nothing_is_cut() -> None:
+    rows = [{"shape": "qwen2.5-7b", "base": base, "running": running, "step_s": f"{base}{running:.4f}", "none": None}
+            for base in ("bf16", "bitsandbytes", "nvfp4") for running in (8, 32, 128)]  # fmt: skip
+    console = Console(width=80)
+    made = turned_tables(rows, tuple(rows[0]), "A title", 3, console)
+    with console.capture() as shown:
+        console.print(*made)
+    lines = [line.split() for line in shown.get().splitlines()]
+    assert shown.get().count("A title") == 1 < len(made) < 5
+    assert len({name for line in lines if line[:1] == ["shape"] for name in line[1:]}) == 1
+    for name in ("base", "running", "step_s"):
+        assert [word for line in lines if line[:1] == [name] for word in line[1:]] == [str(row[name]) for row in rows]
+    assert len(turned_tables(rows, tuple(rows[0]), "A title", 3, Console(width=10))) == len(rows)  # each alone
+    assert len(turned_tables(rows, tuple(rows[0]), "A title", 3, Console(width=400))) == 1
 
 
 def test_a_ctrl_c_shows_the_finished_rows(tmp_path: Path, command: Command) -> None:
@@ -120,16 +149,30 @@ def test_a_file_of_an_older_form_costs_no_row(tmp_path: Path, command: Command) 
         ("quantize --shape gpt", "no shape 'gpt'"),
         ("quantize --csv {tmp}", "is a folder"),
         ("rollout --csv {tmp}/nowhere/x.csv", "there is no folder"),
+        *((f"{name} --csv /proc/x.csv", "--csv /proc/x.csv can't be written to (") for name in COMMANDS),
         ("rollout --batch 1 --kv-cache-dtype int8", "no kv_cache_dtype 'int8'"),
         ("logprobs --kv-cache-dtype int8", "no kv_cache_dtype 'int8'"),
         ("logprobs --base fp3", "no base 'fp3'"),
         ("step --shape gpt", "no shape 'gpt'"),
         ("step --recompute some", "auto, all, none or a number"),
-        ("step --updates 3", "must be a multiple of"),
+        ("step --updates 3", "must be a multiple of --updates (3)"),
         ("step --tokens 64 --shape gpt", "no shape 'gpt'"),
         ("step --tokens 64 --recompute some", "auto, all, none or a number"),
         ("step --tokens 64 --recompute 99", "tiny has 4 blocks. Write all"),
         ("step --recompute 99", "tiny has 4 blocks. Write all"),
+        (
+            "rollout --batch 1 --prompt 100000 --max-tokens 4",
+            "100000 tokens and 4 new ones are 100004; the context of",
+        ),
+        ("rollout --batch 1 --max-tokens 4,33000", "are 33256; the context of tiny is 32768"),
+        ("rollout --batch 1 --max-tokens 100000", "are 100256; the context of tiny is 32768"),
+        ("rollout --max-tokens 33000", "; the context of tiny is 32768"),
+        ("prefill --shape tiny --prompt 32767", "are 32769; the context of tiny is 32768"),
+        ("logprobs --shape tiny --prompt 33000 --batch 1 --max-tokens 4", "are 33004; the context of tiny is 32768"),
+        ("step --prompt 100000", "; the context of tiny is 32768"),
+        ("step --new 100000", "100000 new ones are"),
+        ("rollout --batch 1 --max-tokens 4,1", "--max-tokens must be at least 2"),
+        ("step --tokens 64,1", "--tokens must be at least 2"),
         ("linear --shape gpt", "no shape 'gpt'"),
         ("linear --format fp3", "knows nvfp4 and nf4, not 'fp3'"),
     ],
@@ -158,6 +201,8 @@ def test_help_says_whose_floor_and_peak_and_what_with_lora_is(command: Command) 
         ("step", "an H200's 989 TFLOP/s"),
         ("linear", "an H200 (4.0 TB/s, 780 TFLOP/s)"),
         ("linear", "gate_up includes SwiGLU"),
+        ("rollout", "32, on a CPU 8"),
+        ("step", "512, on a CPU 64"),
         ("prefill", "qwen2.5-7b on a GPU, tiny on a CPU"),
     ):
         assert words in " ".join(command("bench", name, "--help").stdout.replace("│", " ").split())

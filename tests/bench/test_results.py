@@ -1,4 +1,5 @@
 import csv
+import os
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,19 @@ def test_a_file_that_can_not_take_the_rows_is_refused_before(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"there is no folder .*nowhere"):
         require_usable(tmp_path / "nowhere" / "x.csv", ["op"])
     assert not (tmp_path / "nowhere").exists()
+    for name in ("x" * 300, "/proc/x.csv"):
+        with pytest.raises(ValueError, match=r"can't be written to \(.*\): name another file"):
+            require_usable(tmp_path / name, ["op"])
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "/dev/full"):
+        with pytest.raises(ValueError, match="is no regular file: name another file"):
+            require_usable(tmp_path / name, ["op"])
+
+
+def test_looking_at_a_file_leaves_what_was_there(tmp_path: Path) -> None:
+    link, target, empty = tmp_path / "link.csv", tmp_path / "target.csv", tmp_path / "empty.csv"
+    link.symlink_to(target)
+    empty.touch()
+    for path in (link, empty, tmp_path / "new.csv"):
+        require_usable(path, ["op"])
+    assert {path.name for path in tmp_path.iterdir()} == {"link.csv", "empty.csv"}

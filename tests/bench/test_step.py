@@ -81,6 +81,11 @@ def test_the_command_prints_a_table_and_json_and_writes_rows(tmp_path: Path) -> 
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 3
 
 
+def test_no_more_is_in_flight_than_there_is() -> None:
+    job = Steps(["tiny"], ["bf16"], [3, 8, 128], 2, 2, 6, 5, 4, "auto", 64, 2, device="cpu")
+    assert [row["running"] for row in whole(job, quiet)] == [3, 4]
+
+
 @pytest.mark.gpu
 def test_memory_is_as_planned_and_flat() -> None:
     job = Steps(["qwen2.5-0.5b"], ["nvfp4"], [8], 4, 4, 64, 64, 32, "2", 1024, 6)
