@@ -33,7 +33,7 @@ def require_context(names: Sequence[str], prompt: int, new: int) -> None:
     """Refuses sequences longer than a shape's context: the engine would refuse or shorten them, and there would be
     nothing to time."""
     for name in names:
-        context = shape_named(name).config()["max_position_embeddings"]
+        context = shape_named(name).context
         if prompt + new > context:
             raise ValueError(
                 f"A prompt of {prompt} tokens and {new} new ones are {prompt + new}; the context of {name} is "
