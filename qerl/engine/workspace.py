@@ -11,7 +11,7 @@ GPU_SHARE = 0.8  # of what is free on a GPU once the model is loaded, that a cac
 LOGIT_BYTES = 5  # a logit on its way to a token, where a temperature is all
 FILTERED_BYTES = 36  # with filters or penalties: float32 logits and log-probs, float64 running sums
 # Of what torch allocates, for what nobody plans: gaps between its pieces, libraries' own memory (.4 % in a measured 32B
-# step that 80 GB bounded), and the estimate's own error (up to 1.2 %).
+# step that 80 GB bounded), and the estimate's own error (up to .8 % too low).
 MARGIN = 0.02
 
 

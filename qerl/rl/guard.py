@@ -14,7 +14,7 @@ import torch
 
 from qerl.config import Config
 from qerl.rl.batch import TrainSample
-from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_groups, longest_sequence, require_context
+from qerl.rl.sizes import OPTIMIZER_BYTES, largest_micro_batch, longest_groups, longest_sequence
 from qerl.rl.update import Tally, Updater
 
 BEGINNING = 5  # steps that a run is compared with
@@ -129,7 +129,6 @@ def preflight(config: Config, updater: Updater, say: Callable[[str], None]) -> d
     would. On a CPU, where it would take minutes and nothing is refused, one sequence of the largest length."""
     model = updater.model
     longest = longest_sequence(config)
-    require_context(config, model.arch.max_positions)
     tokens = largest_micro_batch(config) if model.device.type == "cuda" else longest
     say(f"Trying {'the largest micro-batch' if tokens > longest else 'the longest sequence'}, {tokens} tokens ...")
     if model.device.type != "cuda":

@@ -36,7 +36,7 @@ from qerl.rl.plan import recomputed_blocks, require_blocks
 from qerl.rl.push import require_login, require_repo_id, upload
 from qerl.rl.ranks import ALONE, Ranks, join
 from qerl.rl.schedule import layer_sigmas
-from qerl.rl.sizes import filtered, longest_sequence, running_sequences, total_steps
+from qerl.rl.sizes import filtered, longest_sequence, require_context, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer, require_optimizer
 from qerl.tasks.grader import Grader
@@ -157,6 +157,7 @@ def _trainer(
     display.say(f"Loading {config.model} as {config.base} ...")
     shape = shape_of(str(resolve(config.model)))
     require_blocks(config, shape)
+    require_context(config, shape.context)
     model, tokenizer, ends = _load(config)
     layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
     source = PromptSource(rows, tokenizer, config.seed, config.max_prompt_length)

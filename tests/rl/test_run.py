@@ -1,5 +1,6 @@
 """A run as it is built: what reaches the graders of programs, and what is refused before anything is loaded."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from qerl.rl.run import build
 from qerl.tasks import programs
 from qerl.tasks.sandbox import sandbox_available
+from qerl.tiny import tiny_model_folder
 from tests.rl.test_trainer import tiny_job
 
 ROWS = [{"prompt": "1+1=", "test_list": ["assert f() == 2"], "_code_unsafe": True}] * 2
@@ -31,9 +33,14 @@ def test_code_rewards_are_refused_where_there_is_no_sandbox(tmp_path: Path, monk
         build(tiny_job(tmp_path / "run"), ["mbpp_accuracy"], ROWS)
 
 
-def test_a_missing_optimizer_and_blocks_that_are_not_there_are_refused_before_a_model_is_loaded(
+def test_a_missing_optimizer_blocks_that_are_not_there_and_too_long_sequences_are_refused_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copytree(tiny_model_folder(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(
+        ValueError, match="make 1016 tokens; the model's context is 256"
+    ):  # not that weights are missing
+        build(tiny_job(tmp_path / "run", "max_completion_length=1000", f"model={tmp_path / 'model'}"))
     with pytest.raises(ValueError, match="recompute=99: the model has 4 blocks"):
         build(tiny_job(tmp_path / "run", "recompute=99"))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
