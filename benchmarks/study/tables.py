@@ -4,12 +4,14 @@ A table stands in the page between `<!-- NAME -->` and `<!-- end -->` and is wri
 hand.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import ablations
 from measures import Run, bootstrap, interval, markdown, paired, read_lines, read_runs
 from speed import large_rank_table, memory_table, rank_table, speed_table, step_table
 
@@ -119,10 +121,6 @@ def pass_at_8(run: Run) -> float:
     return 100 * float(run.pass8["pass@8"]["value"]) if run.pass8 else float("nan")
 
 
-def wall_time(run: Run) -> float:
-    return sum(float(line["step_time"]) for line in run.steps)
-
-
 def arms_table(
     runs: list[Run], arms: dict[str, dict[str, Any]], measures: dict[str, tuple[Measure, str]], compared: str = ""
 ) -> str:
@@ -137,7 +135,7 @@ def arms_table(
         if not found:
             rows.append([label, "0", "not measured yet", *[""] * (len(head) - 3)])
             continue
-        cells = [label, str(len(found)), *(format(mean(map(m, found)), form) for m, form in measures.values())]
+        cells = [label, str(len(found)), *(mean_cell(map(m, found), form) for m, form in measures.values())]
         if compared:
             measure, form = measures[compared]
             spread = interval(paired(found, reference, measure)) if label != first else None
@@ -146,11 +144,17 @@ def arms_table(
     return markdown(head, rows)
 
 
-def rates_table(runs: list[Run]) -> str:
+def mean_cell(values: Iterable[float], form: str) -> str:
+    """Of the runs that have it: pass@8 needs an adapter that is still there."""
+    found = [value for value in values if not math.isnan(value)]
+    return format(mean(found), form) if found else "not measured"
+
+
+def rates_table(runs: list[Run], rates: Sequence[float], arms: dict[str, dict[str, Any]]) -> str:
     """NVFP4 less bf16, seed by seed, at each learning rate."""
     rows = []
-    for rate in LEARNING_RATES:
-        four, sixteen = ([run for run in runs if run.is_of(RATES[f"{name}, {rate:g}"])] for name in ("NVFP4", "bf16"))
+    for rate in rates:
+        four, sixteen = ([run for run in runs if run.is_of(arms[f"{name}, {rate:g}"])] for name in ("NVFP4", "bf16"))
         cells = [f"{rate:g}", str(len(paired(four, sixteen, reward_at_end)))]
         for measure, form in ((reward_of_all, ".3f"), (reward_at_end, ".3f"), (held_out, ".1f")):
             spread = interval(paired(four, sixteen, measure))
@@ -194,13 +198,14 @@ def change_in_percent(sums: Any) -> Any:
     return 100 * (sums[..., 0] / sums[..., 1] * sums[..., 3] / sums[..., 2] - 1)
 
 
-def gsm8k_table(runs: list[Run], papers: bool) -> str:
-    """The five arms at one learning rate for all, or at the paper's."""
-    if not runs:
-        return "Not measured yet; the commands are in [benchmarks/study](../benchmarks/study/README.md)."
-    arms = {
+def five_arms(papers: bool) -> dict[str, dict[str, Any]]:
+    """At one learning rate for all, or at the paper's."""
+    return {
         label: arm | {"learning_rate": PAPERS_RATE.get(label, 1e-5) if papers else 1e-4} for label, arm in FIVE.items()
     }
+
+
+def gsm8k_table(runs: list[Run], papers: bool) -> str:
     measures: dict[str, tuple[Measure, str]] = {
         "greedy before, %": (held_out_before, ".1f"),
         "after, %": (held_out, ".1f"),
@@ -209,9 +214,8 @@ def gsm8k_table(runs: list[Run], papers: bool) -> str:
         "entropy, step 1": (entropy_at_start, ".3f"),
         "last 5": (entropy_at_end, ".3f"),
         "least ESS": (least_sample_size, ".3f"),
-        "s of steps": (wall_time, ".0f"),
     }
-    return arms_table(runs, arms, measures, "after, %")
+    return arms_table(runs, five_arms(papers), measures, "after, %")
 
 
 def alike(runs: list[Run], *keys: str) -> list[Run]:
@@ -220,39 +224,37 @@ def alike(runs: list[Run], *keys: str) -> list[Run]:
     return [run for run in runs if run.is_of({key: recipe[key] for key in keys or recipe})]
 
 
+Measures = dict[str, tuple[Measure, str]]
+RISE: Measures = {"all steps": (reward_of_all, ".3f"), "last 5": (reward_at_end, ".3f")}
+BEFORE: Measures = {"held out before, %": (held_out_before, ".1f")}
+AFTER: Measures = {"held out after, %": (held_out, ".1f")}
+ENTROPY: Measures = {"entropy": (entropy_of_all, ".3f")}
+ENTROPIES: Measures = {
+    "step 1": (entropy_at_start, ".3f"),
+    "all steps": (entropy_of_all, ".3f"),
+    "last 5": (entropy_at_end, ".3f"),
+}
+STABILITY: Measures = {"best step": (best_reward, ".3f"), "collapsed": (collapsed, ".0%")}
+WEIGHTS: Measures = {"least ESS": (least_sample_size, ".3f"), "largest weight": (largest_weight, ".1f")}
+
+
 def tables() -> dict[str, str]:
     every = read_runs(RESULTS / "tiny.jsonl.gz")
     tiny, one_rank = alike(every), alike(every, "lora_r")
-    gsm8k = read_runs(RESULTS / "gsm8k.jsonl.gz")
-    all_steps: dict[str, tuple[Measure, str]] = {"all steps": (reward_of_all, ".3f")}
-    rise = all_steps | {"last 5": (reward_at_end, ".3f")}
-    after: dict[str, tuple[Measure, str]] = {"held out after, %": (held_out, ".1f")}
-    entropy: dict[str, tuple[Measure, str]] = {
-        "step 1": (entropy_at_start, ".3f"),
-        "all steps": (entropy_of_all, ".3f"),
-        "last 5": (entropy_at_end, ".3f"),
-    }
-    entropy_of: dict[str, tuple[Measure, str]] = {"entropy": (entropy_of_all, ".3f")}
-    noise = entropy_of | {
-        "least ESS": (least_sample_size, ".3f"),
-        "largest weight": (largest_weight, ".1f"),
-    }
-    return {
+    gsm8k, sums = read_runs(RESULTS / "gsm8k.jsonl.gz"), read_runs(RESULTS / "sums.jsonl.gz")
+    noise = RISE | ENTROPY | WEIGHTS | AFTER
+    made = {
         "entropy by format": entropy_table(RESULTS / "entropy_tiny.jsonl.gz"),
-        "entropy in training": arms_table(tiny, FORMATS, entropy, "all steps"),
-        "reward by format": arms_table(tiny, FORMATS, rise, "all steps"),
-        "accuracy by format": arms_table(
-            tiny, FORMATS, {"before, %": (held_out_before, ".1f"), "after, %": (held_out, ".1f")}, "after, %"
-        ),
-        "learning rates": arms_table(
-            tiny, RATES, rise | {"best step": (best_reward, ".3f"), "collapsed": (collapsed, ".0%")} | after
-        ),
-        "learning rates, difference": rates_table(tiny),
-        "schedules": arms_table(tiny, SCHEDULES, rise | after, "last 5"),
-        "profiles": arms_table(one_rank, PROFILES, rise | noise | after, "last 5"),
-        "ranks": arms_table(every, RANKS, rise | entropy_of | after, "last 5"),
-        "noise": arms_table(tiny, NOISE, rise | noise | after, "last 5"),
-        "noise on bf16": arms_table(tiny, NOISE_ON_BF16, rise | noise | after, "last 5"),
+        "entropy in training": arms_table(tiny, FORMATS, ENTROPIES, "all steps"),
+        "reward by format": arms_table(tiny, FORMATS, RISE, "all steps"),
+        "accuracy by format": arms_table(tiny, FORMATS, BEFORE | AFTER, "held out after, %"),
+        "learning rates": arms_table(tiny, RATES, RISE | STABILITY | AFTER),
+        "learning rates, difference": rates_table(tiny, LEARNING_RATES, RATES),
+        "schedules": arms_table(tiny, SCHEDULES, RISE | AFTER, "last 5"),
+        "profiles": arms_table(one_rank, PROFILES, noise, "last 5"),
+        "ranks": arms_table(every, RANKS, RISE | ENTROPY | AFTER, "last 5"),
+        "noise": arms_table(tiny, NOISE, noise, "last 5"),
+        "noise on bf16": arms_table(tiny, NOISE_ON_BF16, noise, "last 5"),
         "speed": speed_table("model", "batch", timed="every step", new_tokens=lambda n: int(n) <= 256),
         "speed by length": speed_table("model", "batch", "new_tokens", new_tokens=lambda n: int(n) > 512),
         "speed by rank": rank_table(),
@@ -261,6 +263,22 @@ def tables() -> dict[str, str]:
         "memory": memory_table(),
         "gsm8k, equal learning rate": gsm8k_table(gsm8k, papers=False),
         "gsm8k, the paper's learning rates": gsm8k_table(gsm8k, papers=True),
+    }
+    return made | (sums_tables(sums) if sums else {})
+
+
+def sums_tables(runs: list[Run]) -> dict[str, str]:
+    """The 135M's."""
+    noise = RISE | ENTROPY | WEIGHTS | AFTER
+    formats = RISE | ENTROPY | BEFORE | AFTER
+    return {
+        "135M, formats": arms_table(runs, ablations.FORMATS, formats, "all steps"),
+        "135M, learning rates": arms_table(runs, ablations.RATES, RISE | STABILITY | AFTER),
+        "135M, learning rates, difference": rates_table(runs, ablations.LEARNING_RATES, ablations.RATES),
+        "135M, schedules": arms_table(runs, ablations.SCHEDULES, noise, "last 5"),
+        "135M, profiles": arms_table(runs, ablations.PROFILES, noise, "last 5"),
+        "135M, noise": arms_table(runs, ablations.NOISE, noise, "last 5"),
+        "135M, ranks": arms_table(runs, ablations.RANKS, RISE | ENTROPY | AFTER, "last 5"),
     }
 
 
@@ -306,6 +324,7 @@ def main() -> None:
     tiny = alike(read_runs(RESULTS / "tiny.jsonl.gz"))
     for name, arms in {"formats": FORMATS, "rates": RATES, "noise": NOISE}.items():
         draw(tiny, arms, IMAGES / f"study_{name}.png")
+    draw(read_runs(RESULTS / "gsm8k.jsonl.gz"), five_arms(papers=False), IMAGES / "study_gsm8k.png")
 
 
 if __name__ == "__main__":
