@@ -1,9 +1,9 @@
 """The study's page says what its results say, and its recipes and scripts are sound."""
 
-import gzip
 import hashlib
 import importlib
 import json
+import lzma
 import re
 import shlex
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_page_has_the_tables_that_the_results_give(script) -> None:
 
 def test_results_are_small_and_name_no_folder(script) -> None:
     assert sum(file.stat().st_size for file in (STUDY / "results").iterdir()) < 2_000_000
-    settings = [run.settings for run in script("measures").read_runs(STUDY / "results" / "tiny.jsonl.gz")]
+    settings = [run.settings for run in script("measures").read_runs(STUDY / "results" / "tiny.jsonl.xz")]
     assert settings
     assert not any(str(value).startswith("/") for one in settings for value in one.values())
 
@@ -106,8 +106,8 @@ def test_a_collected_run_reads_back_as_it_was_without_its_folders(script, tmp_pa
     lines = [{"step": 0, "eval_reward": 0.5}, {"step": 1, "reward": 0.25}]
     settings = {"seed": 3, "model": "/weights/small", "output_dir": "/runs/one", "data_dir": None, "base": "nf4"}
     text = "".join(json.dumps(x) + "\n" for x in script("collect").run_lines(Run(tmp_path / "one", settings, lines)))
-    path = tmp_path / "runs.jsonl.gz"
-    path.write_bytes(gzip.compress(text.encode()))
+    path = tmp_path / "runs.jsonl.xz"
+    path.write_bytes(lzma.compress(text.encode()))
     (run,) = script("measures").read_runs(path)
     assert run.settings == {"seed": 3, "model": "small", "base": "nf4"}
     assert (run.seed, run.steps, run.evals) == (3, lines[1:], lines[:1])

@@ -1,4 +1,4 @@
-"""Runs into one compressed file, for tables.py: `python benchmarks/study/collect.py OUT.jsonl.gz RUNS...`.
+"""Runs into one compressed file, for tables.py: `python benchmarks/study/collect.py OUT.jsonl.xz RUNS...`.
 
 RUNS are folders of runs, such as a sweep's. A run is a line with its settings (no paths: those are of one machine), its
 pass@8 where evaluate.py has been there, then its metrics, a line a step. Runs that the file has already stay in it,
@@ -6,8 +6,8 @@ unless they are among RUNS too: the parts of a study come from several machines.
 """
 
 import argparse
-import gzip
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def main() -> None:
     runs = [run for run in read_runs(asked.runs) if not run.damage and not run.unfinished]
     lines, kept = merged(asked.out, [line for run in runs for line in run_lines(run)])
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    asked.out.write_bytes(gzip.compress(text.encode(), mtime=0))
+    asked.out.write_bytes(lzma.compress(text.encode(), preset=9))
     print(f"{asked.out}: {len(runs)} finished runs, and {kept} of before")  # noqa: T201
 
 

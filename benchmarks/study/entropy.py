@@ -8,8 +8,8 @@ comes NVFP4 with AQN's noise on the norms' gains, in as many draws of each sigma
 """
 
 import argparse
-import gzip
 import json
+import lzma
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -76,7 +76,7 @@ def entropies(model: Decoder, prompts: list[tuple[int, ...]], samples: list[Comp
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="JSON Lines, one a format and prompt; .gz is compressed")
+    parser.add_argument("out", type=Path, help="JSON Lines, one a format and prompt; .xz is compressed")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--task", default="arithmetic")
     parser.add_argument("--data-dir", type=Path)
@@ -102,7 +102,7 @@ def main() -> None:
     )
     lengths = [len(ids) for ids in prompts for _ in range(asked.samples)]
     reference: list[Completion] = []
-    with (gzip.open if asked.out.suffix == ".gz" else open)(asked.out, "wt") as file:
+    with (lzma.open if asked.out.suffix == ".xz" else open)(asked.out, "wt") as file:
         for name, model in models:
             samples = engine_for(model, tokenizer, lengths, asked.max_tokens).generate(requests, sampling)
             reference = reference or samples  # of bf16, which comes first

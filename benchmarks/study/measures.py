@@ -1,7 +1,7 @@
 """Runs read back from results/, a few measures of each, and intervals over seeds and prompts."""
 
-import gzip
 import json
+import lzma
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def mean_of(lines: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    with gzip.open(path, "rt") as file:
+    with lzma.open(path, "rt") as file:
         return [json.loads(line) for line in file]
 
 

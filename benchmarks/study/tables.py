@@ -41,13 +41,18 @@ RATES = {
     for name, base in (("bf16", "bf16"), ("NVFP4", "nvfp4"))
 }
 STRONG = {"base": "nvfp4", "noise.schedule": "exponential", "noise.sigma_start": 0.5, **RATE}
+LOOP = {"base": "nvfp4", "noise.schedule": "entropy", **CORRECTED}
 NOISE = {
     "no noise": {"base": "nvfp4", **QUIET},
     "0.01 to 0.0001": {"base": "nvfp4", "noise.schedule": "exponential", "noise.sigma_start": 1e-2, **CORRECTED},
     "0.05 to 0.0005": {"base": "nvfp4", "noise.schedule": "exponential", "noise.sigma_start": 5e-2, **CORRECTED},
     "0.5 to 0.005": STRONG | CORRECTED,
     "0.5 to 0.005, no correction": STRONG | {"correction.form": "off"},
-    "by entropy, from 0.01": {"base": "nvfp4", "noise.schedule": "entropy", **CORRECTED},
+    "0.5 to 0.005, masked": STRONG | {"correction.form": "masked"},
+    "0.5 to 0.005, one weight a sequence": STRONG | {"correction.form": "sequence"},
+    "by entropy, from 0.01 to 0.1 at most": LOOP | {"noise.sigma_max": 0.1},
+    "by entropy, to 1 at most": LOOP | {"noise.sigma_max": 1.0, "noise.target_entropy": None},
+    "by entropy, to 1, target falling": LOOP | {"noise.sigma_max": 1.0, "noise.target_entropy": [0.18, 0.04]},
 }
 NOISE_ON_BF16 = {
     "bf16, no noise": {"base": "bf16", **QUIET},
@@ -63,7 +68,7 @@ FIVE = {
     "bf16 + LoRA": {"base": "bf16", "noise.schedule": "off"},
     "NF4 + LoRA (QLoRA)": {"base": "nf4", "noise.schedule": "off"},
     "NVFP4 + LoRA": {"base": "nvfp4", "noise.schedule": "off"},
-    "NVFP4 + AQN": {"base": "nvfp4", "noise.schedule": "exponential"},
+    "NVFP4 + AQN": {"base": "nvfp4", "noise.schedule": "exponential", "noise.sigma_start": 1e-2},
     "NVFP4 + entropy-targeted AQN": {"base": "nvfp4", "noise.schedule": "entropy"},
 }
 COLLAPSE = 0.1  # reward
@@ -239,12 +244,12 @@ WEIGHTS: Measures = {"least ESS": (least_sample_size, ".3f"), "largest weight": 
 
 
 def tables() -> dict[str, str]:
-    every = read_runs(RESULTS / "tiny.jsonl.gz")
+    every = read_runs(RESULTS / "tiny.jsonl.xz")
     tiny, one_rank = alike(every), alike(every, "lora_r")
-    gsm8k, sums = read_runs(RESULTS / "gsm8k.jsonl.gz"), read_runs(RESULTS / "sums.jsonl.gz")
+    gsm8k, sums = read_runs(RESULTS / "gsm8k.jsonl.xz"), read_runs(RESULTS / "sums.jsonl.xz")
     noise = RISE | ENTROPY | WEIGHTS | AFTER
     made = {
-        "entropy by format": entropy_table(RESULTS / "entropy_tiny.jsonl.gz"),
+        "entropy by format": entropy_table(RESULTS / "entropy_tiny.jsonl.xz"),
         "entropy in training": arms_table(tiny, FORMATS, ENTROPIES, "all steps"),
         "reward by format": arms_table(tiny, FORMATS, RISE, "all steps"),
         "accuracy by format": arms_table(tiny, FORMATS, BEFORE | AFTER, "held out after, %"),
@@ -321,10 +326,10 @@ def draw(runs: list[Run], arms: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     PAGE.write_text(filled(PAGE.read_text(), tables()))
-    tiny = alike(read_runs(RESULTS / "tiny.jsonl.gz"))
+    tiny = alike(read_runs(RESULTS / "tiny.jsonl.xz"))
     for name, arms in {"formats": FORMATS, "rates": RATES, "noise": NOISE}.items():
         draw(tiny, arms, IMAGES / f"study_{name}.png")
-    draw(read_runs(RESULTS / "gsm8k.jsonl.gz"), five_arms(papers=False), IMAGES / "study_gsm8k.png")
+    draw(read_runs(RESULTS / "gsm8k.jsonl.xz"), five_arms(papers=False), IMAGES / "study_gsm8k.png")
 
 
 if __name__ == "__main__":
