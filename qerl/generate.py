@@ -17,6 +17,7 @@ from qerl.model.decoder import Decoder
 from qerl.model.loader import load
 from qerl.quant.checkpoint import read_config, resolve
 from qerl.records import Completion, Request, Sampling
+from qerl.tasks.source import numbered_rows
 
 BLOCK_SIZE = 16
 
@@ -27,27 +28,18 @@ Prompt = str | list[dict[str, str]]  # taken as it is, or messages for the chat 
 
 def read_prompts(file: Path) -> list[Prompt]:
     """A JSONL file whose rows have `prompt`: a string or a list of messages."""
-    prompts: list[Prompt] = []
     if not file.is_file():
         raise ValueError(f"There is no file {file}.")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}.") from error
-    if text:
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{file}, line {number}, is not JSON: {error}.") from error
-                if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
-                    raise ValueError(f"{file}, line {number}, has no `prompt` (a string or a list of messages).")
-                if isinstance(row["prompt"], list) and not _are_messages(row["prompt"]):
-                    raise ValueError(
-                        f'{file}, line {number}: messages are a list such as [{{"role": "user", "content": "..."}}].'
-                    )
-                prompts.append(row["prompt"])
+    prompts: list[Prompt] = []
+    for number, row in numbered_rows(file):
+        prompt = row.get("prompt")
+        if not isinstance(prompt, str | list):
+            raise ValueError(f"{file}, line {number}, has no `prompt` (a string or a list of messages).")
+        if isinstance(prompt, list) and not _are_messages(prompt):
+            raise ValueError(
+                f'{file}, line {number}: messages are a list such as [{{"role": "user", "content": "..."}}].'
+            )
+        prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{file} holds no prompts.")
     return prompts

@@ -72,10 +72,17 @@ def test_all_eos_ids_of_the_generation_config_stop(folder: Path) -> None:
     assert stop_ids(folder, transformers.AutoTokenizer.from_pretrained(folder)) == (2, 7, 9)
 
 
+def test_a_prompt_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
+    prompts = ["one\u2028line", "and\x85another", "a"]
+    lines = (json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts)
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "p.jsonl") == prompts
+
+
 def test_bad_input_is_refused(tmp_path: Path, command: Command) -> None:
     for text, message in (
         ("", "holds no prompts"),
-        ("{x", "line 1, is not JSON"),
+        ("{x", "line 1: not JSON"),
         ('{"text": "x"}', "has no `prompt`"),
         ('{"prompt": "a"}\n{"prompt": []}', "line 2: messages are a list"),
         ('{"prompt": [{"role": "user"}]}', "line 1: messages are a list"),
