@@ -12,9 +12,8 @@ from jinja2.exceptions import TemplateError
 
 from qerl.engine.cache import blocks_that_fit, is_fp8
 from qerl.engine.engine import MAX_RUNNING, Engine
-from qerl.model.adapter import load_adapter
 from qerl.model.decoder import Decoder
-from qerl.model.loader import load
+from qerl.model.loader import architecture_in, load
 from qerl.quant.checkpoint import read_config, resolve
 from qerl.records import Completion, Request, Sampling
 from qerl.tasks.source import numbered_rows
@@ -127,14 +126,12 @@ class Generation:
 
     def __init__(self, job: Job, sampling: Callable[[tuple[int, ...]], Sampling]) -> None:
         """sampling is told the model's stop ids."""
-        folder = resolve(job.model)
+        folder = resolve(job.model, architecture_in)
         self.job = job
         self.tokenizer = load_tokenizer(folder)
         self.requests = [Request(i, encode(self.tokenizer, p), job.samples) for i, p in enumerate(job.prompts)]
         self.sampling = sampling(stop_ids(folder, self.tokenizer))
-        model = load(job.model, job.base, job.device, job.dtype)
-        if job.adapter is not None:
-            load_adapter(model, job.adapter)
+        model = load(job.model, job.base, job.device, job.dtype, adapter=job.adapter)
         lengths = [len(request.prompt_ids) for request in self.requests for _ in range(job.samples)]
         most = self.sampling.max_tokens
         self.engine = engine_for(model, self.tokenizer, lengths, most, job.num_blocks, job.kv_cache_dtype)

@@ -79,6 +79,13 @@ def test_a_prompt_may_hold_any_character_that_json_allows(tmp_path: Path) -> Non
     assert read_prompts(tmp_path / "p.jsonl") == prompts
 
 
+def test_a_folder_that_is_no_adapter_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    job = Job(str(folder), ["abc"], 1, "bf16", adapter=tmp_path / "none", device="cpu")
+    with pytest.raises(ValueError, match=r"There is no folder .*none\. An adapter is RUN/adapter"):
+        Generation(job, lambda ends: Sampling(max_tokens=1, stop_ids=ends))
+
+
 def test_bad_input_is_refused(tmp_path: Path, command: Command) -> None:
     for text, message in (
         ("", "holds no prompts"),

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl.model.adapter import CONFIG, WEIGHTS, read_settings
-from qerl.quant.checkpoint import read_config, resolve
+from qerl.model.loader import architecture_in
+from qerl.quant.checkpoint import resolve
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Job:
         that stands here makes it another one."""
         return {
             "model": self.model,
-            "weights": _weights(resolve(self.model, read_config)),
+            "weights": _weights(resolve(self.model, architecture_in)),
             "adapter": None if self.adapter is None else str(self.adapter),
             "adapter_sha256": None if self.adapter is None else _adapter(self.adapter),
             "base": self.base,

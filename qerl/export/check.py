@@ -69,9 +69,7 @@ def compare_export(
     before: Probe, folder: Path, base: str, adapter: Path | None, device: str | None, dtype: str | None = None
 ) -> Difference:
     """The folder, loaded as `base` with an adapter if there is one, against what was trained."""
-    model = load(str(folder), base, device, dtype)
-    if adapter is not None:
-        load_adapter(model, adapter)
+    model = load(str(folder), base, device, dtype, adapter=adapter)
     return difference(before.trained_NV, _logits(model, before.texts), before.base_NV)
 
 
