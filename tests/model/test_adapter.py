@@ -376,6 +376,13 @@ def test_adapters_that_do_not_fit_are_refused(make_checkpoint: Callable[..., Pat
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.raises(ValueError, match="IA3 adapter; only LORA"):
         load_adapter(model, tmp_path)
+    for text, message in (
+        ("[]", "a None adapter; only LORA"),
+        ('{"peft_type": "LORA", "r": 4, "target_modules": null}', "has no lora_alpha, target_modules"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_adapter(model, tmp_path)
     settings = LoraSettings(r=4)
     add_lora(model, settings)
     save_adapter(model, tmp_path / "four")
