@@ -14,13 +14,11 @@ from qerl.engine.cache import blocks_that_fit, is_fp8
 from qerl.engine.engine import MAX_RUNNING, Engine
 from qerl.model.decoder import Decoder
 from qerl.model.loader import architecture_in, load
-from qerl.quant.checkpoint import read_config, resolve
+from qerl.quant.checkpoint import TOKENIZER_FILES, read_config, resolve
 from qerl.records import Completion, Request, Sampling
 from qerl.tasks.source import numbered_rows
 
 BLOCK_SIZE = 16
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 Prompt = str | list[dict[str, str]]  # taken as it is, or messages for the chat template
 
@@ -71,7 +69,10 @@ def load_tokenizer(folder: Path) -> Any:
     read_config(folder)  # its own message where this is no model
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}): add one to make text of tokens.")
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"transformers can't read the tokenizer in {folder}: {error}") from error
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:

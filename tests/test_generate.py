@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from qerl.generate import Generation, Job, encode, read_prompts, stop_ids
+from qerl.generate import Generation, Job, encode, load_tokenizer, read_prompts, stop_ids
 from qerl.records import Sampling
 from tests.conftest import Command
 from tests.test_cli import last_json
@@ -84,6 +84,16 @@ def test_a_folder_that_is_no_adapter_is_refused_before_weights_are_read(folder: 
     job = Job(str(folder), ["abc"], 1, "bf16", adapter=tmp_path / "none", device="cpu")
     with pytest.raises(ValueError, match=r"There is no folder .*none\. An adapter is RUN/adapter"):
         Generation(job, lambda ends: Sampling(max_tokens=1, stop_ids=ends))
+
+
+def test_half_a_tokenizer_is_refused_by_its_folder(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{cut off")
+    with pytest.raises(ValueError, match=f"can't read the tokenizer in {folder}"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()  # its settings alone would make one without words
+    assert (folder / "tokenizer_config.json").exists()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(folder)
 
 
 def test_bad_input_is_refused(tmp_path: Path, command: Command) -> None:

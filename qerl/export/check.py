@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from qerl.export.trained import TrainedModel
-from qerl.generate import TOKENIZER_FILES, encode, load_tokenizer
+from qerl.generate import encode, load_tokenizer
 from qerl.model.adapter import load_adapter
 from qerl.model.decoder import Decoder
 from qerl.model.loader import load
 from qerl.model.packing import pack
-from qerl.quant.checkpoint import resolve
+from qerl.quant.checkpoint import TOKENIZER_FILES, resolve
 from qerl.rl.checkpoint import load_full
 from qerl.rl.folder import COMPLETIONS
 

@@ -14,6 +14,7 @@ from qerl.tiny import tiny_model_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them holds the vocabulary
 PIECE = 1 << 22  # elements read at a time
 # What a hub download brings: weights, configuration, tokenizer; no pickles and no code.
 HUB_WEIGHTS = ["*.safetensors"]
