@@ -7,7 +7,7 @@ from pathlib import Path
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
-from qerl.model.loader import architecture_in, load
+from qerl.model.loader import architecture_in, load, require_base
 from qerl.quant.checkpoint import resolve
 from qerl.records import Request, Sampling
 
@@ -29,6 +29,7 @@ class Chat:
         *,
         sampling: Sampling,
     ) -> None:
+        require_base(base)
         folder = resolve(model, architecture_in)
         self.tokenizer = load_tokenizer(folder)
         decoder = load(model, base, device, dtype, adapter=adapter)

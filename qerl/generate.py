@@ -13,7 +13,7 @@ from jinja2.exceptions import TemplateError
 from qerl.engine.cache import blocks_that_fit, is_fp8
 from qerl.engine.engine import MAX_RUNNING, Engine
 from qerl.model.decoder import Decoder
-from qerl.model.loader import architecture_in, load
+from qerl.model.loader import architecture_in, load, require_base
 from qerl.quant.checkpoint import TOKENIZER_FILES, read_config, resolve
 from qerl.records import Completion, Request, Sampling
 from qerl.tasks.source import numbered_rows
@@ -119,7 +119,8 @@ class Job:
     kv_cache_dtype: str = "auto"  # or fp8
 
     def __post_init__(self) -> None:
-        is_fp8(self.kv_cache_dtype)  # refuses a name that is not there, before anything is loaded
+        require_base(self.base)  # before anything is fetched or loaded
+        is_fp8(self.kv_cache_dtype)
 
 
 class Generation:

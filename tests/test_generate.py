@@ -56,6 +56,11 @@ def test_an_fp8_cache_is_an_option(folder: Path, command: Command) -> None:
     )  # no Loading
 
 
+def test_an_unknown_base_is_refused_before_anything_is_looked_for() -> None:
+    with pytest.raises(ValueError, match="There is no base 'int8'; choose one of bf16, nvfp4, mxfp4, nf4"):
+        Job("nobody/no-such-model", ["abc"], 1, "int8")
+
+
 def test_messages_go_through_the_template_without_a_second_bos(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "<s>" + tokenizer.chat_template

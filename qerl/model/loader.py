@@ -113,11 +113,16 @@ def load_random(
     return build(arch, RandomSource(arch, base, dtype, device, seed, repeat), dtype, device)
 
 
+def require_base(base: str) -> None:
+    """For those who have something to do before they load."""
+    if base not in BASES:
+        raise ValueError(f"There is no base {base!r}; choose one of {', '.join(BASES)}.")
+
+
 def _place(
     base: str, device: str | torch.device | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    if base not in BASES:
-        raise ValueError(f"There is no base {base!r}; choose one of {', '.join(BASES)}.")
+    require_base(base)
     where = resolve_device(device)
     if dtype is None:
         return where, torch.float32 if where.type == "cpu" else torch.bfloat16
