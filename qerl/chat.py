@@ -7,8 +7,7 @@ from pathlib import Path
 from qerl.engine.cache import blocks_that_fit
 from qerl.engine.engine import Engine
 from qerl.generate import BLOCK_SIZE, encode, load_tokenizer, stop_ids
-from qerl.model.adapter import load_adapter
-from qerl.model.loader import load
+from qerl.model.loader import architecture_in, load, require_base
 from qerl.quant.checkpoint import resolve
 from qerl.records import Request, Sampling
 
@@ -30,11 +29,10 @@ class Chat:
         *,
         sampling: Sampling,
     ) -> None:
-        folder = resolve(model)
+        require_base(base)
+        folder = resolve(model, architecture_in)
         self.tokenizer = load_tokenizer(folder)
-        decoder = load(model, base, device, dtype)
-        if adapter is not None:
-            load_adapter(decoder, adapter)
+        decoder = load(model, base, device, dtype, adapter=adapter)
         self.context = decoder.arch.max_positions
         blocks = blocks_that_fit(decoder, BLOCK_SIZE, [self.context])
         self.engine = Engine(decoder, blocks, BLOCK_SIZE, tokenizer=self.tokenizer, lookahead=1, keep_prefixes=True)

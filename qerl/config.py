@@ -210,7 +210,7 @@ class Config(Section):
 
     max_completion_length: int = setting(256, "New tokens at most.", "tokens", ge=1)
     temperature: float = setting(
-        1.0, "Of sampling and of the trained policy; above 0 (evaluation is greedy).", "factor", gt=0
+        1.0, "Of sampling and of the trained policy; 0.001 or more (evaluation is greedy).", "factor", ge=1e-3
     )
     top_p: float = setting(1.0, "Sample from the most likely tokens of this mass.", "share", gt=0, le=1)
     top_k: int = setting(0, "Sample from so many tokens; 0: all.", "tokens", ge=0)

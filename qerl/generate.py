@@ -12,42 +12,31 @@ from jinja2.exceptions import TemplateError
 
 from qerl.engine.cache import blocks_that_fit, is_fp8
 from qerl.engine.engine import MAX_RUNNING, Engine
-from qerl.model.adapter import load_adapter
 from qerl.model.decoder import Decoder
-from qerl.model.loader import load
-from qerl.quant.checkpoint import read_config, resolve
+from qerl.model.loader import architecture_in, load, require_base
+from qerl.quant.checkpoint import TOKENIZER_FILES, read_config, resolve
 from qerl.records import Completion, Request, Sampling
+from qerl.tasks.source import numbered_rows
 
 BLOCK_SIZE = 16
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 Prompt = str | list[dict[str, str]]  # taken as it is, or messages for the chat template
 
 
 def read_prompts(file: Path) -> list[Prompt]:
     """A JSONL file whose rows have `prompt`: a string or a list of messages."""
-    prompts: list[Prompt] = []
     if not file.is_file():
         raise ValueError(f"There is no file {file}.")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: {error}.") from error
-    if text:
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{file}, line {number}, is not JSON: {error}.") from error
-                if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
-                    raise ValueError(f"{file}, line {number}, has no `prompt` (a string or a list of messages).")
-                if isinstance(row["prompt"], list) and not _are_messages(row["prompt"]):
-                    raise ValueError(
-                        f'{file}, line {number}: messages are a list such as [{{"role": "user", "content": "..."}}].'
-                    )
-                prompts.append(row["prompt"])
+    prompts: list[Prompt] = []
+    for number, row in numbered_rows(file):
+        prompt = row.get("prompt")
+        if not isinstance(prompt, str | list):
+            raise ValueError(f"{file}, line {number}, has no `prompt` (a string or a list of messages).")
+        if isinstance(prompt, list) and not _are_messages(prompt):
+            raise ValueError(
+                f'{file}, line {number}: messages are a list such as [{{"role": "user", "content": "..."}}].'
+            )
+        prompts.append(prompt)
     if not prompts:
         raise ValueError(f"{file} holds no prompts.")
     return prompts
@@ -80,7 +69,10 @@ def load_tokenizer(folder: Path) -> Any:
     read_config(folder)  # its own message where this is no model
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{folder} has no tokenizer ({' or '.join(TOKENIZER_FILES)}): add one to make text of tokens.")
-    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"transformers can't read the tokenizer in {folder}: {error}") from error
 
 
 def stop_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -127,7 +119,8 @@ class Job:
     kv_cache_dtype: str = "auto"  # or fp8
 
     def __post_init__(self) -> None:
-        is_fp8(self.kv_cache_dtype)  # refuses a name that is not there, before anything is loaded
+        require_base(self.base)  # before anything is fetched or loaded
+        is_fp8(self.kv_cache_dtype)
 
 
 class Generation:
@@ -135,14 +128,12 @@ class Generation:
 
     def __init__(self, job: Job, sampling: Callable[[tuple[int, ...]], Sampling]) -> None:
         """sampling is told the model's stop ids."""
-        folder = resolve(job.model)
+        folder = resolve(job.model, architecture_in)
         self.job = job
         self.tokenizer = load_tokenizer(folder)
         self.requests = [Request(i, encode(self.tokenizer, p), job.samples) for i, p in enumerate(job.prompts)]
         self.sampling = sampling(stop_ids(folder, self.tokenizer))
-        model = load(job.model, job.base, job.device, job.dtype)
-        if job.adapter is not None:
-            load_adapter(model, job.adapter)
+        model = load(job.model, job.base, job.device, job.dtype, adapter=job.adapter)
         lengths = [len(request.prompt_ids) for request in self.requests for _ in range(job.samples)]
         most = self.sampling.max_tokens
         self.engine = engine_for(model, self.tokenizer, lengths, most, job.num_blocks, job.kv_cache_dtype)

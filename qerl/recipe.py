@@ -71,7 +71,7 @@ def training_recipe(recipe: Path | None, overrides: Iterable[str]) -> tuple[Path
 def build_config(values: dict[str, Any]) -> Config:
     """A checked Config from nested values; keys may be dotted."""
     nested: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in _copied(values).items():
         if isinstance(value, dict) and isinstance(nested.get(key), dict):
             nested[key] |= value
         else:
@@ -111,7 +111,14 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold `key: value` lines, not {type(values).__name__}.")
-    return values
+    return _copied(values)
+
+
+def _copied(values: dict[Any, Any]) -> dict[str, Any]:
+    """A copy, sections included; whose keys are all text."""
+    if odd := [key for key in values if not isinstance(key, str)]:
+        raise ConfigError(f"There is no setting {odd[0]!r}: a setting's name is text. `qerl config` lists them all.")
+    return {key: _copied(value) if isinstance(value, dict) else value for key, value in values.items()}
 
 
 def _put(values: dict[str, Any], key: str, value: Any) -> None:

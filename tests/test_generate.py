@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from qerl.generate import Generation, Job, encode, read_prompts, stop_ids
+from qerl.generate import Generation, Job, encode, load_tokenizer, read_prompts, stop_ids
 from qerl.records import Sampling
 from tests.conftest import Command
 from tests.test_cli import last_json
@@ -56,6 +56,11 @@ def test_an_fp8_cache_is_an_option(folder: Path, command: Command) -> None:
     )  # no Loading
 
 
+def test_an_unknown_base_is_refused_before_anything_is_looked_for() -> None:
+    with pytest.raises(ValueError, match="There is no base 'int8'; choose one of bf16, nvfp4, mxfp4, nf4"):
+        Job("nobody/no-such-model", ["abc"], 1, "int8")
+
+
 def test_messages_go_through_the_template_without_a_second_bos(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "<s>" + tokenizer.chat_template
@@ -72,10 +77,34 @@ def test_all_eos_ids_of_the_generation_config_stop(folder: Path) -> None:
     assert stop_ids(folder, transformers.AutoTokenizer.from_pretrained(folder)) == (2, 7, 9)
 
 
+def test_a_prompt_may_hold_any_character_that_json_allows(tmp_path: Path) -> None:
+    prompts = ["one\u2028line", "and\x85another", "a"]
+    lines = (json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts)
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "p.jsonl") == prompts
+
+
+def test_a_folder_that_is_no_adapter_is_refused_before_weights_are_read(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    job = Job(str(folder), ["abc"], 1, "bf16", adapter=tmp_path / "none", device="cpu")
+    with pytest.raises(ValueError, match=r"There is no folder .*none\. An adapter is RUN/adapter"):
+        Generation(job, lambda ends: Sampling(max_tokens=1, stop_ids=ends))
+
+
+def test_half_a_tokenizer_is_refused_by_its_folder(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{cut off")
+    with pytest.raises(ValueError, match=f"can't read the tokenizer in {folder}"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()  # its settings alone would make one without words
+    assert (folder / "tokenizer_config.json").exists()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load_tokenizer(folder)
+
+
 def test_bad_input_is_refused(tmp_path: Path, command: Command) -> None:
     for text, message in (
         ("", "holds no prompts"),
-        ("{x", "line 1, is not JSON"),
+        ("{x", "line 1: not JSON"),
         ('{"text": "x"}', "has no `prompt`"),
         ('{"prompt": "a"}\n{"prompt": []}', "line 2: messages are a list"),
         ('{"prompt": [{"role": "user"}]}', "line 1: messages are a list"),

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from qerl.config import Config, ConfigError
-from qerl.recipe import default_recipe, load_config, training_recipe
+from qerl.recipe import build_config, default_recipe, load_config, training_recipe
 
 
 def test_recipe_then_overrides(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
         ("per_device_train_batch_size=4", "prompts_per_step x num_generations completions are a rollout"),
         ("learning_rate=", "Write learning_rate=VALUE; learning_rate=null is qerl's default"),
         ("use_vllm=true", "qerl samples with its own engine"),
-        ("temperature=0", "greater than 0"),
+        ("temperature=0", "greater than or equal to 0.001"),
         ("noise.num_stages=1", "greater than or equal to 2"),
         ("report_to=wandb,tensorboard", "A list is written in brackets: [wandb,tensorboard]."),
         ("reward_funcs=true", "reward_funcs = True is not usable"),
@@ -83,6 +83,16 @@ def test_a_broken_recipe_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match="key: value"):
         load_config(tmp_path / "list.yaml")
+    for text in ("1: 2\n", "noise:\n  on: 2\n"):
+        (tmp_path / "number.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"There is no setting (1|True): a setting's name is text"):
+            training_recipe(tmp_path / "number.yaml", [])
+
+
+def test_the_values_that_a_config_is_built_from_stay_as_they_were() -> None:
+    values = {"noise": {"num_stages": 5}, "noise.schedule": "off"}
+    assert build_config(values).noise.schedule == "off"
+    assert values == {"noise": {"num_stages": 5}, "noise.schedule": "off"}
 
 
 def test_trackers_as_trl_users_write_them() -> None:

@@ -26,7 +26,7 @@ from qerl.device import resolve_device
 from qerl.engine.cache import block_bytes, blocks_that_fit, is_fp8
 from qerl.engine.drawing import Drawing
 from qerl.engine.engine import Engine
-from qerl.engine.graphs import bucket
+from qerl.engine.scheduler import Chunk, Step
 from qerl.engine.sequence import Sequence
 from qerl.generate import BLOCK_SIZE
 from qerl.model.adapter import add_lora
@@ -138,24 +138,18 @@ def mean_step_seconds(engine: Engine, batch: int, prompt: int, new: int) -> floa
 def step_seconds(engine: Engine, batch: int, context: int) -> float:
     """A decode step where all sequences have so many tokens. The cache holds what it holds: zeros take as long."""
     drawing = Drawing(Sampling(max_tokens=1), engine.model.arch.vocab, engine.model.device)
-    need, on_gpu = _blocks(context + engine.lookahead), engine.graphs is not None
+    need = _blocks(context + engine.lookahead)
     sequences = [
         Sequence(i, i, 0, (1,) * context, engine.lookahead, blocks=list(range(i * need, (i + 1) * need)))
         for i in range(batch)
     ]
-    rows = bucket(batch) if on_gpu else batch
+    chunks = tuple(Chunk(sequence, context - 1, 1, samples=True) for sequence in sequences)
+    step = Step(chunks, copies=(), decodes=True, repeats=engine.lookahead)
     begun = 0.0
     for look in range(LOOKS + 1):
         if look == 1:  # the first compiles and captures
             begun = time.monotonic()
-        engine.batch.fill(sequences, rows, drawing)
-        if engine.graphs is not None:
-            engine.graphs.run(engine.lookahead, rows, False, drawing)
-        else:
-            for _ in range(engine.lookahead):
-                engine.batch.step(rows, need, False, drawing)
-        _, tokens_SL, logprobs_2SL = engine.batch.results(engine.lookahead)
-        tokens_SL.tolist(), logprobs_2SL.tolist()
+        engine.begin(step, drawing).drawn()
     return (time.monotonic() - begun) / (LOOKS * engine.lookahead)
 
 

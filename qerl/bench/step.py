@@ -259,7 +259,7 @@ def one_step(trainer: Trainer, clock: Clock, step: int) -> tuple[dict[str, float
         trainer.timing.clear()
         trainer.draw_noise(step)
         with clock.part("rollout"):
-            rollout = trainer.roll_out(step)
+            rollout = trainer.roll_out()
         samples = train_samples(trainer.config, rollout.groups)
         tally, _ = trainer.update(samples, step)
     trainer.state.step = step

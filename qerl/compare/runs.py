@@ -79,6 +79,8 @@ def _read_run(folder: Path) -> Run:
         return Run(folder, {}, [], f"{folder} can't be read: {error}")
     if not isinstance(stored, dict):
         return Run(folder, {}, [], f"{folder} has no {CONFIG} with a run's settings.")
+    if not all(isinstance(line, dict) and "step" in line for line in lines):
+        return Run(folder, {}, [], f"{folder / METRICS} has lines that are no metrics of a step.")
     defaults = {entry.key: _plain(entry.value) for entry in settings(Config())}
     return Run(folder, defaults | _flat(stored), lines)
 

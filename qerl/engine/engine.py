@@ -137,9 +137,9 @@ class Engine:
                     raise ValueError("Noise was drawn anew in the middle of a stream: draw it before or after.")
                 if self.model.adapter_enabled != adapter:
                     raise ValueError("The adapter was switched in the middle of a stream: do it before or after.")
-                look = ahead or self._begin(scheduler.schedule(), drawing)
+                look = ahead or self.begin(scheduler.schedule(), drawing)
                 further = self._further(look.step, scheduler)
-                ahead = None if further is None else self._begin(further, drawing)
+                ahead = None if further is None else self.begin(further, drawing)
                 kept = ending.keep(look.drawn(), look.has_nan())  # the device is busy with what is ahead
                 scheduler.advance(look.step, kept)
                 if on_tokens is not None:
@@ -158,7 +158,7 @@ class Engine:
             if ahead is not None:  # all that it would have gone on with has ended
                 ahead.wait()
 
-    def _begin(self, step: Step, drawing: Drawing) -> Look:
+    def begin(self, step: Step, drawing: Drawing) -> Look:
         """Enqueue the step's work, and the way of what it draws to the host."""
         noise = drawing.sampling.noise
         for source, target in step.copies:

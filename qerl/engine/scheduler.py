@@ -23,7 +23,7 @@ partial one; they compute only the prompt's last token, which gives each its own
 
 from bisect import insort
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from qerl.engine.block_pool import BlockPool
@@ -116,8 +116,11 @@ class Scheduler:
             budget -= count
         assert chunks or not self.busy, "nothing was scheduled although there is work"
         decodes = all(chunk.length == 1 and chunk.samples for chunk in chunks.values())
-        step = Step(tuple(chunks.values()), tuple(copies), decodes)
-        return replace(step, repeats=self._look_ahead(step)) if decodes and not admitted else step
+        repeats = 1
+        if decodes and not admitted:
+            decoding = [(sequence, chunk.start, sequence.remaining) for sequence, chunk in chunks.items()]
+            repeats = self._reserve_steps(decoding, whole=False)
+        return Step(tuple(chunks.values()), tuple(copies), decodes, repeats)
 
     def further(self, step: Step) -> Step | None:
         """What can be begun before the tokens of the step, the only one on its way, are known. Reserves its blocks.
@@ -158,29 +161,40 @@ class Scheduler:
         """
         if self._may_admit():
             return None
-        size, lookahead = self.pool.block_size, self.lookahead
-        chunks: list[Chunk] = []
-        wanting: list[tuple[Sequence, int]] = []  # blocks
-        total = most = 0
+        decoding: list[tuple[Sequence, int, int]] = []
         for sequence in self.running:
             output = len(sequence.output)
             if sequence.computed != len(sequence.prompt) + output - 1:
                 return None
-            start, left = sequence.computed + pending, sequence.max_tokens - output - pending
-            if left <= 0:  # it ends with what is on its way
-                continue
-            chunks.append(Chunk(sequence, start, 1, True))
-            steps = left if left < lookahead else lookahead
-            most = steps if steps > most else most
-            needed = -(-(start + steps) // size) - len(sequence.blocks)
-            if needed > 0:
-                wanting.append((sequence, needed))
-                total += needed
-        if not chunks or total > self.pool.available or (self.waiting and len(chunks) < len(self.running)):
+            left = sequence.max_tokens - output - pending
+            if left > 0:  # else it ends with what is on its way
+                decoding.append((sequence, sequence.computed + pending, left))
+        if not decoding or (self.waiting and len(decoding) < len(self.running)):
             return None
-        for sequence, needed in wanting:
-            sequence.blocks += [self.pool.take() for _ in range(needed)]
-        return Step(tuple(chunks), (), True, most, ahead=pending > 0)
+        steps = self._reserve_steps(decoding, whole=True)
+        chunks = tuple(Chunk(sequence, start, 1, True) for sequence, start, _ in decoding)
+        return Step(chunks, (), True, steps, ahead=pending > 0) if steps else None
+
+    def _reserve_steps(self, decoding: list[tuple[Sequence, int, int]], whole: bool) -> int:
+        """Blocks for as many decode steps in a row as can be had without preempting anyone, up to lookahead, and how
+        many steps that are. decoding: sequences, their tokens in the cache, and those that they may still draw. whole:
+        all of the steps or none."""
+        size, available = self.pool.block_size, self.pool.available
+        steps = most = min(self.lookahead, max(left for _, _, left in decoding))
+        while steps and (steps == most or not whole):
+            wanting: list[tuple[Sequence, int]] = []
+            total = 0
+            for sequence, start, left in decoding:
+                missing = -(-(start + (left if left < steps else steps)) // size) - len(sequence.blocks)
+                if missing > 0:
+                    wanting.append((sequence, missing))
+                    total += missing
+            if total <= available:
+                for sequence, missing in wanting:
+                    sequence.blocks += [self.pool.take() for _ in range(missing)]
+                return steps
+            steps -= 1
+        return 0
 
     def _may_admit(self) -> bool:
         """Whether somebody could be admitted now, or that is to be found out."""
@@ -190,21 +204,6 @@ class Scheduler:
         if first.leader is not None and self._computes_prompt(first.leader):
             return True
         return self._fits(first, self._prefix(first)[0])
-
-    def _look_ahead(self, step: Step) -> int:
-        """How many decode steps can be taken in a row; reserves the blocks for them."""
-        sequences = [(chunk.sequence, chunk.sequence.remaining) for chunk in step.chunks]
-        repeats = min(self.lookahead, max(remaining for _, remaining in sequences))
-
-        def missing() -> list[int]:  # blocks for what is in the cache after so many steps
-            return [self._missing(q, q.computed + min(repeats, remaining)) for q, remaining in sequences]
-
-        while sum(needed := missing()) > self.pool.available:
-            repeats -= 1
-        for (sequence, _), count in zip(sequences, needed, strict=True):
-            if count:
-                sequence.blocks += [self.pool.take() for _ in range(count)]
-        return repeats
 
     def _computes_prompt(self, leader: Sequence) -> bool:
         return not leader.finished and leader.computed < len(leader.prompt)

@@ -61,9 +61,7 @@ class VirtualMemory:
         """Put memory behind the addresses. Its content is undefined."""
         assert not self.mapped, "memory is mapped already"
         free, total = torch.cuda.mem_get_info(self._properties.location.id)
-        if (
-            free - self.nbytes < SLACK * total
-        ):  # what torch keeps unused is what we need; else it need not be found anew
+        if free - self.nbytes < SLACK * total:  # else what torch keeps unused need not be found anew
             torch.cuda.empty_cache()
         size = ctypes.c_size_t(self.nbytes)
         self._call(

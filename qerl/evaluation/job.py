@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qerl.model.adapter import CONFIG, WEIGHTS, read_settings
-from qerl.quant.checkpoint import read_config, resolve
+from qerl.model.loader import architecture_in, require_base
+from qerl.quant.checkpoint import resolve
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Job:
     unsafe_code: bool = False  # run programs without a sandbox
 
     def __post_init__(self) -> None:
+        require_base(self.base)
         if not self.tasks or len(set(self.tasks)) < len(self.tasks):
             raise ValueError("Name one or more tasks, each once, such as --task gsm8k,math500.")
         if self.k < 1 or (self.limit is not None and self.limit < 1):
@@ -48,7 +50,7 @@ class Job:
         that stands here makes it another one."""
         return {
             "model": self.model,
-            "weights": _weights(resolve(self.model, read_config)),
+            "weights": _weights(resolve(self.model, architecture_in)),
             "adapter": None if self.adapter is None else str(self.adapter),
             "adapter_sha256": None if self.adapter is None else _adapter(self.adapter),
             "base": self.base,

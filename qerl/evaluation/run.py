@@ -22,7 +22,6 @@ from qerl.evaluation.results import RESULTS, Line, Lines, claimed, read_samples,
 from qerl.evaluation.summary import summary
 from qerl.generate import encode, engine_for, load_tokenizer, stop_ids
 from qerl.metrics import drop_torn_line
-from qerl.model.adapter import load_adapter
 from qerl.model.loader import load
 from qerl.quant.checkpoint import resolve
 from qerl.quant.partial import write_json
@@ -128,9 +127,7 @@ class Evaluation:
         tokenizer = load_tokenizer(folder)
         ids = {one.task: [encode(tokenizer, row["prompt"]) for row in one.rows] for one in self.questions}
         self.stop_ids = stop_ids(folder, tokenizer)
-        model = load(job.model, job.base, job.device, job.dtype)
-        if job.adapter is not None:
-            load_adapter(model, job.adapter)
+        model = load(job.model, job.base, job.device, job.dtype, adapter=job.adapter)
         lengths = [len(one) for task in ids.values() for one in task for _ in range(job.k)]
         return engine_for(model, tokenizer, lengths, job.max_tokens), ids
 

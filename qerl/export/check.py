@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from qerl.export.trained import TrainedModel
-from qerl.generate import TOKENIZER_FILES, encode, load_tokenizer
+from qerl.generate import encode, load_tokenizer
 from qerl.model.adapter import load_adapter
 from qerl.model.decoder import Decoder
 from qerl.model.loader import load
 from qerl.model.packing import pack
-from qerl.quant.checkpoint import resolve
+from qerl.quant.checkpoint import TOKENIZER_FILES, resolve
 from qerl.rl.checkpoint import load_full
 from qerl.rl.folder import COMPLETIONS
 
@@ -69,9 +69,7 @@ def compare_export(
     before: Probe, folder: Path, base: str, adapter: Path | None, device: str | None, dtype: str | None = None
 ) -> Difference:
     """The folder, loaded as `base` with an adapter if there is one, against what was trained."""
-    model = load(str(folder), base, device, dtype)
-    if adapter is not None:
-        load_adapter(model, adapter)
+    model = load(str(folder), base, device, dtype, adapter=adapter)
     return difference(before.trained_NV, _logits(model, before.texts), before.base_NV)
 
 

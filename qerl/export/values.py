@@ -15,14 +15,14 @@ from torch import Tensor
 
 from qerl.model.adapter import PREFIX, read_settings
 from qerl.model.adapter import WEIGHTS as ADAPTER_WEIGHTS
-from qerl.model.architecture import PROJECTIONS, QKV, Architecture
+from qerl.model.architecture import GATE_UP, PROJECTIONS, QKV, Architecture
 from qerl.quant.checkpoint import Checkpoint
 from qerl.quant.layout import dequantize
 from qerl.quant.safetensors_io import Reader, read_header
 
 READERS = {  # of a norm's output
     "input_layernorm": tuple(f"self_attn.{part}" for part in QKV),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+    "post_attention_layernorm": tuple(f"mlp.{part}" for part in GATE_UP),
 }
 
 
@@ -119,7 +119,7 @@ class FullValues:
         held = whole.get(name) or self._in_block(name)
         rows = self.places[held].spec.shape[0]
         part = name.split(".")[-2]
-        for family in (QKV, ("gate_proj", "up_proj")):
+        for family in (QKV, GATE_UP):
             if part in family:
                 before = family[: family.index(part)]
                 return held, sum(self.arch.outputs(other) for other in before), self.arch.outputs(part)
@@ -133,5 +133,5 @@ class FullValues:
         if part in norms:
             return f"blocks.{index}.{norms[part]}.trained"
         fused = dict.fromkeys(QKV, "attention.qkv") | {"o_proj": "attention.o", "down_proj": "mlp.down"}
-        fused |= dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up")
+        fused |= dict.fromkeys(GATE_UP, "mlp.gate_up")
         return f"blocks.{index}.{fused[part]}.{'trained_bias' if kind == 'bias' else 'weight.trained'}.master"

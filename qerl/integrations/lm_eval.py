@@ -8,7 +8,6 @@ import this module and call `lm_eval.simple_evaluate(model="qerl", ...)`. Noise 
 import inspect
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -20,8 +19,7 @@ from tqdm import tqdm
 
 from qerl.generate import engine_for, load_tokenizer, stop_ids
 from qerl.integrations.continuations import Continuation, score_continuations
-from qerl.model.adapter import load_adapter
-from qerl.model.loader import load
+from qerl.model.loader import architecture_in, load
 from qerl.quant.checkpoint import resolve
 from qerl.records import Request, Sampling
 
@@ -61,12 +59,10 @@ class QerlLM(TemplateLM):  # type: ignore[misc]
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        folder = resolve(pretrained)
+        folder = resolve(pretrained, architecture_in)
         self.tokenizer = load_tokenizer(folder)
         self.stop_ids = stop_ids(folder, self.tokenizer)
-        self.model = load(pretrained, base, device, dtype)
-        if adapter is not None:
-            load_adapter(self.model, Path(adapter))
+        self.model = load(pretrained, base, device, dtype, adapter=adapter)
         self.max_length = min(max_length or self.model.arch.max_positions, self.model.arch.max_positions)
         self.max_gen_toks, self.add_bos_token, self.seed = max_gen_toks, add_bos_token, seed
         self._device = self.model.device

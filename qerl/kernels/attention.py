@@ -6,6 +6,7 @@ for bf16 and fp16 (float32 takes SDPA), which aligns queries and keys of unequal
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,9 +80,15 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    # Older releases take grouped heads without being told.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     left = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, *bounds, max(lengths[0]), max(lengths[1]), window_size=(left, 0), **grouped)
+    out = varlen_attn(q, k, v, *bounds, max(lengths[0]), max(lengths[1]), window_size=(left, 0), **_grouped())
     assert isinstance(out, Tensor)
     return out
+
+
+@cache  # a look at a signature takes longer than the launch, and every layer's call would take one
+def _grouped() -> dict[str, Any]:
+    """What tells varlen_attn of grouped heads; older releases take them without being told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -117,8 +117,11 @@ def read_settings(folder: Path) -> LoraSettings:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{folder} is a {config.get('peft_type')} adapter; only LORA is supported.")
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise ValueError(f"{folder} is a {kind} adapter; only LORA is supported.")
+    if missing := [key for key in ("r", "lora_alpha", "target_modules") if not config.get(key)]:
+        raise ValueError(f"{path} has no {', '.join(missing)}, without which LoRA can't be attached.")
     used = [key for key, value in config.items() if key not in KNOWN and value and value != "none"]
     if isinstance(init := config.get("init_lora_weights"), str) and init not in HARMLESS_INITS:
         used.append(f"init_lora_weights={init}")

@@ -65,7 +65,7 @@ def architecture_of(config: Any) -> Architecture:
     if getattr(config, "attention_bias", False):
         biased |= {*QKV, "o_proj"}
     if getattr(config, "mlp_bias", False):
-        biased |= {"gate_proj", "up_proj", "down_proj"}
+        biased |= {*GATE_UP, "down_proj"}
     return Architecture(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,

@@ -173,6 +173,7 @@ class Projection(nn.Module):
         self.trained_bias: Trained | None = None
         self.lora = nn.ModuleDict()
         self.low: LowRank | None = None  # the same LoRA as kernels read it, on a GPU
+        self.stacked: tuple[Adapter, tuple[Tensor, ...]] | None = None  # and as training takes it, where `low` is
 
     def forward(self, x: Tensor, mode: Mode, gated: bool = False) -> Tensor:
         """gated: x is gate and up side by side, and silu(gate) * up the input."""
@@ -183,7 +184,7 @@ class Projection(nn.Module):
             bias = self.bias if self.trained_bias is None else self.trained_bias.read()
             y = F.linear(swiglu(rows) if gated else rows, self.weight.read(), bias)
         else:
-            adapter, masters = self._adapter() if mode.adapter and self.lora else (None, ())
+            adapter, masters = (self.stacked or self._stack()) if mode.adapter and self.lora else (None, ())
             y = quant_linear(rows, self.weight.dequantized, self.bias, adapter, masters, gated)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -232,9 +233,11 @@ class Projection(nn.Module):
                 lora.a.lie_in(a[:rank])
                 lora.b.lie_in(b[:, :rank])
         self.low = low
+        self.stacked = self._stack()
 
-    def _adapter(self) -> tuple[Adapter, tuple[Tensor, ...]]:
-        """LoRA as a training forward takes it, and its masters."""
+    def _stack(self) -> tuple[Adapter, tuple[Tensor, ...]]:
+        """LoRA as a training forward takes it, and its masters. Laid out for kernels it is made once: its tensors are
+        written in place."""
         found, masters, stacked, parts, start, row = [], [], [], [], 0, 0
         for part, size in zip(self.parts, self.sizes, strict=True):
             if part in self.lora:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qerl.device import resolve_device
 from qerl.kernels.quant_linear import Scratch
+from qerl.model.adapter import load_adapter, read_settings
 from qerl.model.architecture import GATE_UP, PROJECTIONS, QKV, Architecture, architecture_of
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Attention, Block, DenseWeight, Mlp, Projection, QuantizedWeight, RMSNorm, Weight
@@ -47,15 +48,18 @@ def load(
     dtype: torch.dtype | str | None = None,
     method: str = "mse",
     cache_dir: Path | str | None = None,
+    adapter: Path | str | None = None,
 ) -> Decoder:
     """A `Decoder` from a folder or hub id.
 
     base: bf16 (16-bit weights as they are), nvfp4, mxfp4 or nf4. A checkpoint that is quantized already must be named
     by its own format; a 16-bit one is quantized with `method` (rtn or mse), and the result is kept in cache_dir
     (default ~/.cache/qerl). device: by default a GPU if there is one. dtype: of activations and 16-bit weights; by
-    default bf16 on a GPU and float32 on a CPU.
+    default bf16 on a GPU and float32 on a CPU. adapter: a PEFT folder to attach; what is none is refused first.
     """
     device, dtype = _place(base, device, dtype)
+    if adapter is not None:
+        read_settings(Path(adapter))
     folder = weights_folder(model, base, method, cache_dir)
     arch = architecture_in(folder)
     _warn_of_copies(arch, base, dtype, device)
@@ -63,7 +67,9 @@ def load(
         source = CheckpointSource(arch, checkpoint, dtype, device)
         decoder = build(arch, source, dtype, device, str(resolve(model)) if model == "tiny" else model)
         source.require_all_read()
-        return decoder
+    if adapter is not None:
+        load_adapter(decoder, adapter)
+    return decoder
 
 
 def weights_folder(model: str, base: str, method: str = "mse", cache_dir: Path | str | None = None) -> Path:
@@ -107,11 +113,16 @@ def load_random(
     return build(arch, RandomSource(arch, base, dtype, device, seed, repeat), dtype, device)
 
 
+def require_base(base: str) -> None:
+    """For those who have something to do before they load."""
+    if base not in BASES:
+        raise ValueError(f"There is no base {base!r}; choose one of {', '.join(BASES)}.")
+
+
 def _place(
     base: str, device: str | torch.device | None, dtype: torch.dtype | str | None
 ) -> tuple[torch.device, torch.dtype]:
-    if base not in BASES:
-        raise ValueError(f"There is no base {base!r}; choose one of {', '.join(BASES)}.")
+    require_base(base)
     where = resolve_device(device)
     if dtype is None:
         return where, torch.float32 if where.type == "cpu" else torch.bfloat16

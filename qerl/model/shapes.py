@@ -148,6 +148,9 @@ def _shape_in(folder: Path) -> Shape:
         raise ValueError(
             f"{folder} holds a model of type {config.get('model_type')!r}; supported: {', '.join(SUPPORTED)}."
         )
+    needed = ("num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+    if missing := [key for key in needed if key not in config]:
+        raise ValueError(f"{folder / 'config.json'} does not say {', '.join(missing)}: is it whole?")
     heads = config["num_attention_heads"]
     return Shape(
         hidden=config["hidden_size"],

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from qerl.errors import Interrupted
-from qerl.quant.checkpoint import Checkpoint
+from qerl.quant.checkpoint import TOKENIZER_FILES, Checkpoint
 from qerl.quant.convert import REPORT, copy_companions, not_finite
 from qerl.quant.layout import Layout, dequantize
 from qerl.quant.partial import claimed, complete, require_space, write_json
 from qerl.quant.plan import Plan
 from qerl.quant.report import LayerError, Report
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 CHARACTERS_A_TOKEN = 20  # more than any text has: how much of a plain file is read at most
 SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
 

@@ -14,8 +14,9 @@ from qerl.tiny import tiny_model_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What a hub download brings: weights, configuration, tokenizer; no pickles and no code.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them holds the vocabulary
 PIECE = 1 << 22  # elements read at a time
+# What a hub download brings: weights, configuration, tokenizer; no pickles and no code.
 HUB_WEIGHTS = ["*.safetensors"]
 HUB_SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "LICENSE*"]
 

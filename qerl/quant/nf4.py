@@ -136,9 +136,7 @@ def unpack(packed: Tensor) -> Tensor:
 def _quantize_blocks(blocks: Tensor, method: str, name: str) -> tuple[Tensor, Tensor]:
     absmax = block_absmax(blocks, name)
     table = codebook(blocks.device)
-    short = (
-        blocks.shape[1] < BLOCK
-    )  # the tail of a tensor: divided, not multiplied by a reciprocal, and its floor stored
+    short = blocks.shape[1] < BLOCK  # a tensor's tail: divided, not multiplied by a reciprocal, and its floor stored
     if short:
         absmax = absmax.clamp(min=SMALLEST_ABSMAX)
 

@@ -36,7 +36,7 @@ class RunState:
     step: int = 0  # steps done
     position: int = 0  # prompts drawn
     too_long: int = 0  # of them passed over
-    num_tokens: int = 0  # trained on and sampled so far
+    num_tokens: int = 0  # of all that was drawn: completions, and each one's prompt
     cache_blocks: int = 0  # of the engine, found once
     skipped_in_a_row: int = 0
     sigma: float = 0.0  # the closed loop's noise

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from qerl.model.adapter import add_lora, load_adapter, read_settings, trained_pa
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
 from qerl.model.layers import LoraSettings
-from qerl.model.loader import load
+from qerl.model.loader import architecture_in, load
 from qerl.model.shapes import shape_of
 from qerl.quant.checkpoint import resolve
 from qerl.recipe import build_config, default_recipe, load_config
@@ -31,8 +32,9 @@ from qerl.rl.checkpoint import RunState
 from qerl.rl.data import PromptSource
 from qerl.rl.display import Display, final_table, plan, stdout
 from qerl.rl.folder import CHECKPOINTS, METRICS, claimed, cut_back, require_same, write_config
+from qerl.rl.footprint import trained_weights
 from qerl.rl.guard import optimizer_bytes, preflight
-from qerl.rl.plan import recomputed_blocks, require_blocks
+from qerl.rl.plan import recomputed_blocks, workload
 from qerl.rl.push import require_login, require_repo_id, upload
 from qerl.rl.ranks import ALONE, Ranks, join
 from qerl.rl.schedule import layer_sigmas
@@ -155,15 +157,14 @@ def _trainer(
     if saved is not None:
         display.say(f"Going on after step {done} of {total}.")
     display.say(f"Loading {config.model} as {config.base} ...")
-    shape = shape_of(str(resolve(config.model)))
-    require_blocks(config, shape)
-    require_context(config, shape.context)
-    model, tokenizer, ends = _load(config)
-    layer_sigmas(config.noise, 0.0, model.arch.layers)  # refuses a profile that does not fit
+    folder = resolve(config.model, partial(_require_fitting, config))
+    tokenizer = load_tokenizer(folder)
+    sampling = _sampling(config, stop_ids(folder, tokenizer))
     source = PromptSource(rows, tokenizer, config.seed, config.max_prompt_length)
     if config.eval_size and not eval_rows:
         display.say("There are no held-out rows, so nothing is evaluated (in Python, eval_dataset brings some).")
     eval_rows = _short_enough(eval_rows, tokenizer, config, display)
+    shape, model = shape_of(str(folder)), _load(config)
     optimizer = make_optimizer(config, list(trained_parameters(model).values()))
     again = recomputed_blocks(config, shape, model.device)
     updater = Updater(config, model, optimizer, ranks, again)
@@ -202,7 +203,7 @@ def _trainer(
         model=model,
         tokenizer=tokenizer,
         sampler=engine,
-        sampling=_sampling(config, ends),
+        sampling=sampling,
         source=source,
         eval_rows=eval_rows,
         rewards=rewards,
@@ -322,8 +323,17 @@ def _with_adapter(config: Config) -> Config:
     return config.model_copy(update=own)
 
 
-def _load(config: Config) -> tuple[Decoder, Any, tuple[int, ...]]:
-    """Model with what is trained, tokenizer, stop ids."""
+def _require_fitting(config: Config, folder: Path) -> None:
+    """What the model's configuration can refuse of the settings, before weights are fetched or read."""
+    architecture_in(folder)
+    shape = shape_of(str(folder))
+    require_context(config, shape.context)
+    layer_sigmas(config.noise, 0.0, shape.layers)
+    trained_weights(shape, workload(config, shape, 0))  # by blocks to recompute and LoRA's targets
+
+
+def _load(config: Config) -> Decoder:
+    """The model with what is trained."""
     device = None if config.device == "auto" else config.device
     dtype = None if config.dtype == "auto" else config.dtype
     model = load(config.model, "bf16" if config.base == "full" else config.base, device, dtype)
@@ -338,9 +348,7 @@ def _load(config: Config) -> tuple[Decoder, Any, tuple[int, ...]]:
             LoraSettings(config.lora_r, config.lora_alpha, targets, train_norms=config.train_norms),
             seed=config.seed,
         )
-    folder = resolve(config.model)
-    tokenizer = load_tokenizer(folder)
-    return model, tokenizer, stop_ids(folder, tokenizer)
+    return model
 
 
 def _sampling(config: Config, ends: tuple[int, ...]) -> Sampling:

@@ -76,7 +76,7 @@ class Trainer:
                     step, started = state.step + 1, time.monotonic()
                     self.timing.clear()
                     sigma, stage = self.draw_noise(step)
-                    rollout = self.roll_out(step)
+                    rollout = self.roll_out()
                     samples = train_samples(config, rollout.groups)
                     with self.interrupts.shield("the update is done"):
                         tally, results = self.update(samples, step)
@@ -112,7 +112,7 @@ class Trainer:
             clear_noise(self.model)
         return sigma, stage
 
-    def roll_out(self, step: int) -> Rollout:
+    def roll_out(self) -> Rollout:
         """Sampled, scored and filtered groups."""
         done = [0, 0]
         wanted = self.config.prompts_per_step // self.ranks.world * self.config.num_generations

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,10 +131,11 @@ def _last_line(metrics: Path) -> dict[str, Any] | None:
 
 def last_result(text: str) -> dict[str, Any] | None:
     """What the run ended with: its last line of JSON, after which libraries may have said something at their end."""
-    for line in reversed(text.splitlines()):
+    for line in reversed(text.split("\n")):
         if line.startswith('{"'):
-            result: dict[str, Any] = json.loads(line)
-            return result
+            with suppress(json.JSONDecodeError):  # something else that begins so
+                result: dict[str, Any] = json.loads(line)
+                return result
     return None
 
 

@@ -6,7 +6,7 @@ None, and left to a computer algebra system.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 MAX_LENGTH = 400  # characters; a longer text is not a plain number
@@ -132,14 +132,12 @@ def parse_number(text: str) -> Number | None:
     if text[:1] in _CURRENCIES:
         unit = _CURRENCIES[text[0]]
         text = text[1:].lstrip()
-        if unit and text[:1] == "-" and sign == 1:
+        if text[:1] == "-" and sign == 1:
             sign, text = -1, text[1:].lstrip()
-    if text.startswith("(") and text.endswith(")") and text.count("(") == 1:
+    round_ones = text.startswith("(") and text.endswith(")") and text.count("(") == 1
+    if round_ones or (text.startswith("{") and text.endswith("}")):
         inner = parse_number(text[1:-1])
-        return None if inner is None else Number(sign * inner.value, inner.percent, inner.unit or unit)
-    if text.startswith("{") and text.endswith("}"):
-        inner = parse_number(text[1:-1])
-        return None if inner is None else Number(sign * inner.value, inner.percent, inner.unit or unit)
+        return None if inner is None else replace(inner, value=sign * inner.value, unit=inner.unit or unit)
     found_value = _value(text)
     if found_value is None:
         return None

@@ -19,7 +19,7 @@ def program_rows(rows: Sequence[Row], unsafe: bool) -> Sequence[Row]:
     brings has no say in it."""
     if not unsafe and (why := sandbox_available()):
         raise ValueError(
-            f"Rewards that run programs need a sandbox, and there is none here: {why} docs/sandbox.md says what to do, "
-            "and what code.unsafe: true would risk."
+            f"Rewards that run programs need a sandbox, and there is none here: {why.rstrip('.')}. "
+            "docs/sandbox.md says what to do, and what code.unsafe: true would risk."
         )
     return MadeRows(lambda index: dict(rows[index]) | {UNSAFE: unsafe}, len(rows)) if len(rows) else rows

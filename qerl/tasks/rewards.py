@@ -89,7 +89,10 @@ class Rewards:
                 self.begin(key, row, text)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            scores.extra[column] = [value if value is None else str(value) for value in values]
+            cells = [value if value is None else str(value) for value in values]
+            if len(cells) != len(rows):
+                raise ValueError(f"log_extra({column!r}) got {len(cells)} values for {len(rows)} completions.")
+            scores.extra[column] = cells
 
         def log_metric(name: str, value: float) -> None:
             if name in ("step", "time"):

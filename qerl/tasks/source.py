@@ -7,7 +7,7 @@ set is run.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,15 @@ def read_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path} is neither {' nor '.join(SUFFIXES)}; write it as JSON Lines or Parquet.")
     if not path.is_file():
         raise ValueError(f"There is no file {path}.")
-    rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
+    rows = [row for _, row in numbered_rows(path)] if path.suffix == ".jsonl" else _read_parquet(path)
     if not rows:
         raise ValueError(f"{path} has no rows.")
     return rows
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows: list[Row] = []
+def numbered_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of a JSON Lines file, each with its line's number. A line ends at a line feed alone: JSON may hold other
+    separators that Python splits lines at."""
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
@@ -80,8 +81,7 @@ def _read_jsonl(path: Path) -> list[Row]:
             raise ValueError(f"{path}, line {number}: nested too deep.") from error
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: a row is an object {{..}}, not {type(row).__name__}.")
-        rows.append(row)
-    return rows
+        yield number, row
 
 
 def _read_parquet(path: Path) -> list[Row]:

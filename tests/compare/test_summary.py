@@ -104,6 +104,10 @@ def test_a_damaged_run_is_named_by_its_line_and_left_out(tmp_path: Path) -> None
     assert made.notes[0].endswith("It is left out.")
     with pytest.raises(ValueError, match=r"Nothing to compare yet: .*Line 2 of"):
         compare([broken], tmp_path / "out")
+    for text in ("[1]\n", '{"loss": 1}\n'):
+        (broken / "metrics.jsonl").write_text(text)
+        with pytest.raises(ValueError, match="has lines that are no metrics of a step"):
+            compare([broken], tmp_path / "out")
 
 
 def test_held_out_accuracy_is_shown_whole_on_a_narrow_screen(

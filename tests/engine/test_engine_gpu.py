@@ -108,15 +108,15 @@ def test_a_further_look_is_begun_without_waiting_for_the_device(tmp_path: Path) 
     sequences = [Sequence(i, i, 0, (5, 6, 7 + i), 100, key=i) for i in range(4)]
     for sequence in sequences:
         scheduler.add(sequence)
-    look = engine._begin(scheduler.schedule(), drawing)
+    look = engine.begin(scheduler.schedule(), drawing)
     scheduler.advance(look.step, {q: tokens for q, (tokens, _, _) in look.drawn().items()})
-    look = engine._begin(scheduler.schedule(), drawing)  # with a capture
+    look = engine.begin(scheduler.schedule(), drawing)  # with a capture
     for _ in range(5):
         further = scheduler.further(look.step)
         assert further is not None
         torch.cuda.set_sync_debug_mode("error")
         try:
-            ahead = engine._begin(further, drawing)
+            ahead = engine.begin(further, drawing)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         scheduler.advance(look.step, {q: tokens for q, (tokens, _, _) in look.drawn().items()})

@@ -171,6 +171,7 @@ def test_other_settings_do_not_mix_into_a_folder_of_results(job: Job, tmp_path: 
         ({"tasks": ("mine.jsonl",)}, "brings no reward"),
         ({"tasks": ("mine.jsonl",), "reward": "nothing"}, "no reward 'nothing'"),
         ({"top_p": 2.0}, "top_p must be"),
+        ({"base": "full"}, "There is no base .full.; choose one of bf16"),
     ],
 )
 def test_bad_jobs_are_refused_before_a_model_is_loaded(

@@ -21,7 +21,7 @@ from qerl.model.adapter import (
 )
 from qerl.model.architecture import PROJECTIONS
 from qerl.model.decoder import Decoder
-from qerl.model.layers import RMSNorm
+from qerl.model.layers import Projection, RMSNorm
 from qerl.model.loader import load
 from qerl.model.packing import next_tokens, pack
 from qerl.model.trained import Trained, refresh
@@ -241,6 +241,39 @@ def test_updates_and_loads_keep_addresses(make_checkpoint: Callable[..., Path], 
             assert norms[id(module)] == module.trained.data_ptr()
 
 
+def test_lora_laid_out_for_kernels_trains_as_it_does_apart(tmp_path: Path) -> None:
+    apart, laid_out = (load("tiny", base="bf16", device="cpu", dtype=torch.bfloat16) for _ in range(2))
+    projections = [module for module in laid_out.modules() if isinstance(module, Projection)]
+    for model in (apart, laid_out):
+        add_lora(model, LoraSettings(r=4, target_modules=("k_proj", "up_proj", "down_proj")))
+        shake(model)
+
+    def same() -> bool:
+        ours, theirs = (gradients_of(model) for model in (laid_out, apart))
+        return all(float((ours[name] - one).norm()) <= 2**-6 * float(one.norm()) for name, one in theirs.items())
+
+    for turn in range(2):  # a second time: LoRA that is laid out anew
+        for projection in projections:
+            projection.lay_out_lora(torch.bfloat16)
+        assert same()
+        for model in (apart, laid_out):
+            shake(model, seed=turn)  # an update
+        assert same()
+    save_adapter(apart, tmp_path / "saved")
+    shake(apart, seed=9)
+    for model in (apart, laid_out):
+        load_adapter(model, tmp_path / "saved")
+    assert same()
+
+
+def gradients_of(model: Decoder) -> dict[str, Tensor]:
+    packed = pack([[6, 7, 8, 9, 10], [11, 12, 13]])
+    places, targets = next_tokens(packed)
+    parameters = trained_parameters(model)
+    loss = model.logprobs(model(packed)[places], targets)[0].sum()
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
 def test_targets_that_match_nothing_raise_and_name_what_exists(make_checkpoint: Callable[..., Path]) -> None:
     model = load(str(make_checkpoint()), base="bf16", device="cpu")
     for targets in (("q_proj", "c_attn"), ("layers.9.q_proj",), r".*\.c_fc", ()):
@@ -343,6 +376,13 @@ def test_adapters_that_do_not_fit_are_refused(make_checkpoint: Callable[..., Pat
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     with pytest.raises(ValueError, match="IA3 adapter; only LORA"):
         load_adapter(model, tmp_path)
+    for text, message in (
+        ("[]", "a None adapter; only LORA"),
+        ('{"peft_type": "LORA", "r": 4, "target_modules": null}', "has no lora_alpha, target_modules"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_adapter(model, tmp_path)
     settings = LoraSettings(r=4)
     add_lora(model, settings)
     save_adapter(model, tmp_path / "four")

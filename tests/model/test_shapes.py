@@ -66,3 +66,6 @@ def test_a_model_s_shape_is_known_by_hub_id_and_read_from_a_folder(tmp_path: Pat
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ValueError, match="mamba"):
         shape_of(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "vocab_size": 9}')
+    with pytest.raises(ValueError, match="does not say num_attention_heads, num_hidden_layers, intermediate_size"):
+        shape_of(str(tmp_path))

@@ -33,7 +33,7 @@ def test_code_rewards_are_refused_where_there_is_no_sandbox(tmp_path: Path, monk
         build(tiny_job(tmp_path / "run"), ["mbpp_accuracy"], ROWS)
 
 
-def test_a_missing_optimizer_blocks_that_are_not_there_and_too_long_sequences_are_refused_before_a_model_is_loaded(
+def test_what_does_not_fit_the_model_or_is_not_installed_is_refused_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(tiny_model_folder(), tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -41,8 +41,16 @@ def test_a_missing_optimizer_blocks_that_are_not_there_and_too_long_sequences_ar
         ValueError, match="make 1016 tokens; the model's context is 256"
     ):  # not that weights are missing
         build(tiny_job(tmp_path / "run", "max_completion_length=1000", f"model={tmp_path / 'model'}"))
-    with pytest.raises(ValueError, match="recompute=99: the model has 4 blocks"):
-        build(tiny_job(tmp_path / "run", "recompute=99"))
+    for setting, message in (
+        ("recompute=99", "recompute=99: the model has 4 blocks"),
+        ("lora_target_modules=[q_proj,qproj]", "LoRA target 'qproj' matches nothing"),
+        ("noise.profile=[1.0,1.0]", "noise.profile needs 4 factors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(tiny_job(tmp_path / "run", setting, f"model={tmp_path / 'model'}"))
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        build(tiny_job(tmp_path / "run", f"model={tmp_path / 'model'}"))
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as if it were not installed
     with pytest.raises(ValueError, match="needs bitsandbytes: pip install bitsandbytes, or use optim=adamw"):
         build(tiny_job(tmp_path / "run", "optim=adamw_8bit", "model=nobody/no-such-model"))

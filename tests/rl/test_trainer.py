@@ -62,14 +62,14 @@ def test_noise_is_in_the_rollout_and_nowhere_else(tmp_path: Path) -> None:
     # Stage 0 is clean: bit for bit what a run without noise samples.
     assert noisy.draw_noise(1) == (0.0, 0)
     position = noisy.source.position
-    first = noisy.roll_out(1)
+    first = noisy.roll_out()
     assert [(c.token_ids, c.logprobs) for c in first.completions] == [
-        (c.token_ids, c.logprobs) for c in never.roll_out(1).completions
+        (c.token_ids, c.logprobs) for c in never.roll_out().completions
     ]
     # Stage 1 is noisy: the sampler's log-probs are the noisy policy's, and not the clean one's.
     noisy.source.position = position
     assert noisy.draw_noise(3) == (0.1, 1)
-    second = noisy.roll_out(3)
+    second = noisy.roll_out()
     assert [c.token_ids for c in second.completions] != [c.token_ids for c in first.completions]
     prompts = {group.prompt.id: group.prompt.prompt_ids for group in second.drawn}
     with_noise = log_probs(noisy, second.completions, prompts, noise=True)
@@ -87,7 +87,7 @@ def test_noise_is_in_the_rollout_and_nowhere_else(tmp_path: Path) -> None:
     # Off again, it is as if it had never been on.
     noisy.source.position = position
     noisy.draw_noise(1)
-    assert [(c.token_ids, c.logprobs) for c in noisy.roll_out(1).completions] == [
+    assert [(c.token_ids, c.logprobs) for c in noisy.roll_out().completions] == [
         (c.token_ids, c.logprobs) for c in first.completions
     ]
 
@@ -424,13 +424,13 @@ def test_a_run_can_start_from_an_adapter_which_is_then_its_reference(tmp_path: P
     assert (kept.lora_r, kept.lora_alpha, kept.lora_target_modules) == (16, 32.0, "all-linear")
     trainer = build(tiny_job(tmp_path / "b", *words))
     trainer.draw_noise(1)
-    samples = train_samples(trainer.config, trainer.roll_out(1).drawn)
+    samples = train_samples(trainer.config, trainer.roll_out().drawn)
     trainer.updater.score(samples, old=True, reference=True)
     for sample in samples:
         assert torch.equal(sample.old_logp, sample.ref_logp)  # nothing has moved yet
     trainer.update(samples, 1)
     moved = {name: p.detach().clone() for name, p in trained_parameters(trainer.model).items()}
-    again = train_samples(trainer.config, trainer.roll_out(2).drawn)
+    again = train_samples(trainer.config, trainer.roll_out().drawn)
     trainer.updater.score(again, old=True, reference=True)
     assert any(not torch.equal(sample.old_logp, sample.ref_logp) for sample in again)
     assert all(torch.equal(p, moved[name]) for name, p in trained_parameters(trainer.model).items())

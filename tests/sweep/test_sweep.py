@@ -70,6 +70,7 @@ def test_ctrl_c_is_handed_on_and_the_run_can_be_resumed(tmp_path: Path) -> None:
 
 def test_what_libraries_say_after_the_result_does_not_hide_it() -> None:
     assert last_result('step 1\n{"steps": 1}\nwandb: synced\n') == {"steps": 1}
+    assert last_result('{"steps": 2}\n{"cut short\n') == {"steps": 2}
     assert last_result("killed by nobody") is None
 
 

@@ -178,6 +178,14 @@ def test_what_is_no_plain_number(text: str) -> None:
     assert parse_number(text) is None
 
 
+def test_brackets_around_a_number_leave_its_unit_and_power() -> None:
+    for text in ("(12 cm^2)", "{12 cm^2}", "12 cm^2"):
+        number = parse_number(text)
+        assert number is not None
+        assert (number.value, number.unit, number.power) == (12, "cm", 2)
+    assert math_graders.accuracy("\\boxed{12 cm^3}", {"answer": "(12 cm^2)"}) == 0
+
+
 def test_tasks_import_no_torch() -> None:
     code = (
         "import sys, qerl.tasks.task, qerl.tasks.math_graders as g\n"

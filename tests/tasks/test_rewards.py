@@ -50,6 +50,16 @@ def test_a_function_gets_columns_and_the_names_it_wants() -> None:
     assert scores.metrics == {"mean_length": [1.5]}
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_logged_column_has_a_value_for_each_completion(count: int) -> None:
+    def logs(completions, log_extra):
+        log_extra("parsed", ["x"] * count)
+        return [0.0, 1.0]
+
+    with pytest.raises(ValueError, match=rf"logs raised ValueError: log_extra\('parsed'\) got {count} values for 2"):
+        score(logs)
+
+
 def test_conversational_prompts_give_completions_as_messages() -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}]}]
 

@@ -7,7 +7,9 @@ the kernel before it (programmatic dependent launch), also inside a captured gra
 
 import ctypes
 import hashlib
+import logging
 import os
+from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,8 @@ BFLOAT16, INT64, SWIZZLE_128, PROMOTE_256 = 9, 5, 3, 3  # of CUtensorMap's enume
 TensorMap = c_uint64 * 16
 MOST_RANK = 128  # of LoRA in our kernels
 SHARED_SOURCE = Path(__file__).with_name("hopper.cuh")
+
+log = logging.getLogger(__name__)
 
 
 class _Attribute(ctypes.Structure):
@@ -133,11 +137,21 @@ def _compiled(source: str, name: str, defines: dict[str, int], architecture: str
     binary = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, binary)
     nvrtc.nvrtcDestroyProgram(byref(program))
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    whole = kept.with_suffix(f".{os.getpid()}")
-    whole.write_bytes(binary.raw)
-    whole.replace(kept)
+    keep(binary.raw, kept)
     return binary.raw
+
+
+def keep(binary: bytes, path: Path) -> None:
+    """For the next process, where the disk has room and lets us: else that compiles it again."""
+    whole = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole.write_bytes(binary)
+        whole.replace(path)
+    except OSError as error:
+        log.warning("A compiled kernel can't be kept in %s (%s): it is compiled at every start.", path.parent, error)
+        with suppress(OSError):
+            whole.unlink()
 
 
 @cache
