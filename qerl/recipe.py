@@ -101,8 +101,12 @@ def _walk(section: BaseModel, defaults: BaseModel, prefix: str) -> Iterator[Sett
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise ConfigError(
+            f"{path} is a folder, not a recipe (a YAML file). To go on with the run in it: --resume output_dir={path}."
+        )
     if not path.is_file():
-        raise ConfigError(f"There is no recipe {path}.")
+        raise ConfigError(f"There is no recipe {path}. Settings are written key=value.")
     try:
         values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -36,7 +36,29 @@ OTHER_NAMES = {
     "use_cpu": "write device=cpu",
     "gradient_checkpointing_kwargs": "write recompute",
     "run_name": "write output_dir",
+    "lora_dropout": "LoRA has no dropout; drop it",
+    "use_rslora": "write lora_alpha times the root of lora_r",
+    "load_in_8bit": "write base=nvfp4, mxfp4, nf4 or bf16",
+    "bnb_4bit_quant_type": "write base=nf4",
+    "max_seq_length": "write max_prompt_length and max_completion_length",
+    "lora_modules_to_save": "train_norms=true trains the norms as well; nothing else can be",
+    "modules_to_save": "train_norms=true trains the norms as well; nothing else can be",
     "eval_on_start": "evaluation always runs before step 1; drop it",
+}
+
+# Short names that people write.
+SHORT = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "batch_size": "prompts_per_step (prompts) and num_generations (completions of each)",
+    "group_size": "num_generations",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "dataset": "task",
+    "reward": "reward_funcs",
+    "rewards": "reward_funcs",
 }
 
 # What has no counterpart.
@@ -63,7 +85,7 @@ WITHOUT_COUNTERPART = {
     "save_on_each_node", "save_only_model", "shuffle_dataset", "skip_memory_metrics", "sync_ref_model", "tf32",
     "top_entropy_quantile", "torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps",
     "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "train_sampling_strategy",
-    "transformers_continuous_batching_config", "trust_remote_code", "use_adaptive_entropy", "use_cache",
+    "transformers_continuous_batching_config", "trust_remote_code", "use_adaptive_entropy", "use_cache", "use_dora",
     "use_liger_kernel", "use_transformers_continuous_batching", "use_transformers_paged", "vespo_k_neg",
     "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization",
     "vllm_group_port", "vllm_importance_sampling_clip_min", "vllm_max_model_length", "vllm_mode", "vllm_model_impl",
@@ -73,7 +95,9 @@ WITHOUT_COUNTERPART = {
 
 
 def trl_hint(key: str) -> str:
-    """What to say about a setting that TRL has and qerl has not; empty for any other."""
+    """What to say about a setting that TRL has and qerl has not, or that goes by a longer name; empty for any other."""
+    if key in SHORT:
+        return f"There is no setting {key}: write {SHORT[key]}."
     if key in OTHER_NAMES:
         return f"{key} is TRL's and not the same here: {OTHER_NAMES[key]}."
     return f"{key} is TRL's and has no counterpart here: drop it." if key in WITHOUT_COUNTERPART else ""

@@ -69,6 +69,10 @@ QUANTIZE = "quantize {model} {tmp}/out"
         (f"{QUANTIZE} --method awq --calibration {{tmp}}/t.txt --device cpu", "AWQ needs a GPU"),
         (f"{QUANTIZE} --method gptq --calibration {{tmp}}/none.txt", "no calibration file"),
         ("memory gpt-5", "There is no shape 'gpt-5'"),
+        (
+            "train --learning-rate 1e-4",
+            "There is no option --learning-rate (--help lists them). A setting is written l",
+        ),
     ],
 )
 def test_what_a_user_can_mend_ends_in_one_message(

@@ -57,6 +57,8 @@ def test_an_empty_recipe_is_the_defaults(tmp_path: Path) -> None:
         ("learning_rat=1", "Did you mean learning_rate?"),
         ("per_device_train_batch_size=4", "prompts_per_step x num_generations completions are a rollout"),
         ("learning_rate=", "Write learning_rate=VALUE; learning_rate=null is qerl's default"),
+        ("lr=1e-4", "There is no setting lr: write learning_rate."),
+        ("lora_dropout=0.1", "LoRA has no dropout; drop it"),
         ("use_vllm=true", "qerl samples with its own engine"),
         ("temperature=0", "greater than or equal to 0.001"),
         ("noise.num_stages=1", "greater than or equal to 2"),
@@ -77,6 +79,8 @@ def test_off_is_a_word_also_where_yaml_reads_it_as_false() -> None:
 def test_a_broken_recipe_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is no recipe"):
         load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder, not a recipe .* --resume output_dir="):
+        load_config(tmp_path)
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"bad\.yaml is not valid YAML"):
         load_config(tmp_path / "bad.yaml")

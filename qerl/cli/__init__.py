@@ -46,7 +46,8 @@ app = typer.Typer(
     help="Reinforcement learning for large language models on 4-bit weights.",
 )
 for command in (quantize, plan, train, generate, chat, export, push, compare, sweep, config, memory, random):
-    app.command()(command)
+    # where settings are words, an unknown option is one too, and is told how settings are written
+    app.command(context_settings={"ignore_unknown_options": command in (plan, train, sweep)})(command)
 app.command("eval")(evaluate)
 app.command()(eval_compare)
 passed_on = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

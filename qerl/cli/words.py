@@ -24,6 +24,9 @@ Words = Annotated[
 
 def split_words(words: list[str] | None) -> tuple[Path | None, list[str]]:
     """`[RECIPE] [KEY=VALUE]...` as a recipe, if there is one, and overrides."""
+    if option := next((word for word in words or [] if word.startswith("-")), None):
+        key = option.lstrip("-").partition("=")[0].replace("-", "_")
+        raise ValueError(f"There is no option {option} (--help lists them). A setting is written {key}=VALUE.")
     recipes = [word for word in words or [] if "=" not in word]
     if len(recipes) > 1:
         raise ValueError(f"Give one recipe, not {len(recipes)}: {', '.join(recipes)}. Settings are written key=value.")

@@ -241,7 +241,8 @@ def match_targets(targets: tuple[str, ...] | str, names: list[str]) -> set[str]:
         except re.error as error:
             raise ValueError(f"LoRA targets {targets!r} are not a regular expression: {error}.") from error
         if not found:
-            hint = f"A string is a regular expression for the whole name; for one ending write ({targets!r},)."
+            endings = f"[{', '.join(part.strip() for part in targets.split(','))}]"
+            hint = f"A string is a regular expression for the whole name; endings of names are a list: {endings}."
             raise ValueError(f"LoRA targets {targets!r} match nothing. {hint} {existing}")
         return found
     matched: set[str] = set()

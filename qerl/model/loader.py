@@ -335,7 +335,8 @@ def _quantized(folder: Path, base: str, method: str, cache_dir: Path) -> Path:
             raise ValueError(f"{error} (`qerl quantize` takes --ignore; load the folder that it makes.)") from error
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name)
         out = cache_dir / "quantized" / f"{name}-{base}-{method}-{fingerprint(source, layout, plan, method)[:16]}"
-        with _one_process_at_a_time(out):
+        remedy = f"write the 4-bit form elsewhere and name that: qerl quantize {folder} OUT --format {base}"
+        with _one_process_at_a_time(out, remedy):
             if not out.exists():
                 log.warning("Quantizing %s to %s (%s); the result is kept in %s.", folder, base, method, out)
                 convert(source, out, layout, plan, method, str(resolve_device(None)))
@@ -347,9 +348,9 @@ def _quantized(folder: Path, base: str, method: str, cache_dir: Path) -> Path:
 
 
 @contextmanager
-def _one_process_at_a_time(out: Path) -> Iterator[None]:
-    """Processes that load the same model wait for the one that quantizes it."""
-    with writable(out.parent):
+def _one_process_at_a_time(out: Path, remedy: str) -> Iterator[None]:
+    """Processes that load the same model wait for the one that quantizes it. remedy: where `out` can't be written."""
+    with writable(out.parent, remedy):
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(out.with_name(out.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o644)
     try:

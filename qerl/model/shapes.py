@@ -116,7 +116,7 @@ LONGER = {f"Qwen/Qwen2.5-{size}B": 131072 for size in ("1.5", "7", "14", "32")} 
 def shape_of(model: str) -> Shape:
     """The shape of a model without a download: of a folder, of a hub id that is known here or was fetched before."""
     folder = Path(model).expanduser()
-    if model == "tiny" and not folder.is_dir():
+    if model == "tiny" and not (folder / "config.json").is_file():
         folder = tiny_model_folder()
     if folder.is_dir():
         return _shape_in(folder)

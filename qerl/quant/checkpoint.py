@@ -80,10 +80,10 @@ class Checkpoint:
 
 
 def resolve(model: str, check: Callable[[Path], object] = lambda folder: None) -> Path:
-    """A local folder as it is, a hub id as its downloaded snapshot, `tiny` as the model that comes with the package.
-    `check` sees it before weights are fetched."""
+    """A local folder as it is, a hub id as its downloaded snapshot, `tiny` as the model that comes with the package
+    (a folder of that name is taken instead only if it holds a model). `check` sees it before weights are fetched."""
     folder = Path(model).expanduser()
-    if model == "tiny" and not folder.is_dir():
+    if model == "tiny" and not (folder / "config.json").is_file():
         folder = tiny_model_folder()
     if folder.is_dir():
         check(folder)

@@ -71,14 +71,12 @@ def locked(folder: Path, refusal: str) -> Iterator[None]:
 
 
 @contextmanager
-def writable(path: Path) -> Iterator[None]:
+def writable(path: Path, remedy: str = "name a folder that you can write") -> Iterator[None]:
     """Turns the system's refusal to write into a message."""
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"Can't write {path}: {error.strerror}. Free space, or name a folder that you can write."
-        ) from error
+        raise ValueError(f"Can't write {path}: {error.strerror}. Free space, or {remedy}.") from error
 
 
 def complete(partial: Path, out: Path) -> None:
@@ -98,7 +96,7 @@ def require_space(partial: Path, needed: int) -> None:
     if free < needed + DISK_MARGIN:
         raise ValueError(
             f"{partial.parent} has {free / 1e6:.0f} MB free; the result needs {needed / 1e6:.0f} MB and "
-            f"{DISK_MARGIN / 1e6:.0f} MB of air. Free some space or name an OUT on another disk."
+            f"{DISK_MARGIN / 1e6:.0f} MB of air. Free some space, or let `qerl quantize` write an OUT on another disk."
         )
 
 

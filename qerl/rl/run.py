@@ -89,6 +89,11 @@ def train(
     reward_funcs and rows follow TRL's contract (`qerl.tasks.rewards`); a data set is any sequence of rows with
     `prompt`. Started by torchrun, this process is one of several that do the run together (docs/multi_gpu.md).
     """
+    if not isinstance(config, Config | dict | str | Path | None):
+        raise ValueError(
+            f"Settings are a dict, a recipe's path or a qerl Config, not {type(config).__name__}. From TRL's "
+            "GRPOConfig write the ones you set as a dict: most names are the same (docs/from_trl.md)."
+        )
     if not isinstance(config, Config):
         recipe = Path(config) if isinstance(config, str | Path) else default_recipe() if train_dataset is None else None
         config = build_config(config) if isinstance(config, dict) else load_config(recipe)
@@ -282,10 +287,20 @@ def _task(
     if runs_programs(found):
         rows, held_out = program_rows(rows, config.code.unsafe), program_rows(held_out, config.code.unsafe)
     for name, data in (("train_dataset", rows), ("eval_dataset", held_out)):
+        if isinstance(data, dict):
+            raise ValueError(
+                f"{name} must be a sequence of rows, not a dict of {', '.join(map(str, data))}. Of a data set's splits "
+                "give one, such as data['train']."
+            )
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise ValueError(f"{name} must be a sequence of rows with a length (a list, a datasets.Dataset).")
-        if len(data) and "prompt" not in data[0]:
-            raise ValueError(f"A row of {name} needs a `prompt` column; this data has {', '.join(data[0])}.")
+        first_rows = data if isinstance(data, list) else [data[i] for i in range(min(1, len(data)))]  # may be costly
+        for number, row in enumerate(first_rows, 1):
+            if "prompt" not in row:
+                raise ValueError(f"A row of {name} needs a `prompt` column; row {number} has {', '.join(row)}.")
+    if not len(rows):
+        raise ValueError("train_dataset has no rows.")
+    rewards.require_columns(rows)
     if graders:  # started last, when nothing of the above is refused
         rewards.workers = Workers(config.reward_workers, config.reward_memory_mb, graders)
     return rewards, rows, [dict(held_out[i]) for i in range(min(len(held_out), config.eval_size))]

@@ -200,7 +200,13 @@ class Trainer:
             self.display.warn(
                 f"Step {step}: in none of {counted(len(rollout.drawn), 'group')} (drawn in "
                 f"{counted(rollout.waves, 'wave')}) do the rewards vary, so nothing was learnt. "
-                "Are the problems too hard or too easy, or is the reward constant? Look at completions/."
+                "Are the problems too hard or too easy, or is the reward constant, or None? Look at completions/."
+            )
+        if self.source.too_long and not state.too_long:
+            self.display.warn(
+                f"Step {step}: {self.source.too_long} of the {self.source.position} rows drawn so far are left out: "
+                f"their prompts are empty or longer than max_prompt_length={config.max_prompt_length}. data/too_long "
+                "in the metrics counts them."
             )
         seconds = time.monotonic() - started
         metrics |= {

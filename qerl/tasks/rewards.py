@@ -13,6 +13,7 @@ import asyncio
 import importlib
 import inspect
 import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -25,6 +26,11 @@ from qerl.tasks.worker import raised
 from qerl.tasks.workers import Graded, Workers
 
 RewardFunction = Callable[..., Any]
+
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")  # beside data columns
+WHERE_MODULES_ARE = (
+    "Modules are found in the folder that the command runs in and wherever Python finds them (PYTHONPATH)."
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,18 @@ class Rewards:
                 raise ValueError(f"There is no reward function {metric!r}; there are {', '.join(self.names)}.")
             return self.names.index(metric)
         return next((i for i, name in enumerate(self.names) if "accuracy" in name), None)
+
+    def require_columns(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Refuse functions that ask for a column which no row has. Rows that are made or read one by one, when they
+        are asked for, are not looked at: there it shows with the first completions."""
+        columns = getattr(rows, "column_names", None)  # of a datasets.Dataset
+        if isinstance(rows, list):
+            columns = dict.fromkeys(key for row in rows for key in row)
+        if columns is not None:
+            names = dict.fromkeys([*GIVEN, *(column for column in columns if column != "prompt")])
+            for function in self.functions:
+                if not isinstance(function, Grader):
+                    _wanted(function, names)
 
     def score(
         self,
@@ -248,13 +266,14 @@ def import_reward(path: str, timeout: float | None = None) -> RewardFunction | G
     assert dot, f"{path} is no import path"
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"The reward {path!r} can't be imported: {raised(error, __file__)}\nModules are found in the folder that "
-            "the command runs in and wherever Python finds them (PYTHONPATH)."
-        ) from error
     except Exception as error:
-        raise ValueError(f"The reward {path!r} can't be imported: {raised(error, __file__)}") from error
+        if file := re.match(r"(?:.*/)?(\w+)\.py\b", path):
+            raise ValueError(
+                f"The reward {path!r} is a file; name it as Python imports it: {file[1]}.FUNCTION, or "
+                f"{file[1]}:FUNCTION for a grader in the workers. {WHERE_MODULES_ARE}"
+            ) from error
+        where = f"\n{WHERE_MODULES_ARE}" if isinstance(error, ImportError | AttributeError) else ""
+        raise ValueError(f"The reward {path!r} can't be imported: {raised(error, __file__)}{where}") from error
     if not callable(function):
         raise ValueError(f"The reward {path!r} is not a function.")
     if ":" not in path:

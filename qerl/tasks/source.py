@@ -105,9 +105,9 @@ def _hub_rows(source: HubSplit, data_dir: Path | None) -> Sequence[Row]:
     try:
         rows: Sequence[Row] = datasets.load_dataset(source.hub_id, source.subset, split=source.split)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0].rstrip(" .:") if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"The data set {source} can't be had from the hub: {reason} {_or_local(source, data_dir)}"
+            f"The data set {source} can't be had from the hub: {reason}. {_or_local(source, data_dir)}"
         ) from error
     return rows
 

@@ -279,6 +279,8 @@ def test_targets_that_match_nothing_raise_and_name_what_exists(make_checkpoint: 
     for targets in (("q_proj", "c_attn"), ("layers.9.q_proj",), r".*\.c_fc", ()):
         with pytest.raises(ValueError, match=r"match(es)? nothing\..*The model has q_proj|No LoRA targets"):
             add_lora(model, LoraSettings(target_modules=targets))
+    with pytest.raises(ValueError, match=r"endings of names are a list: \[q_proj, v_proj\]"):
+        add_lora(model, LoraSettings(target_modules="q_proj,v_proj"))
 
 
 def test_an_adapter_of_another_scale_is_not_written_into_this_one(

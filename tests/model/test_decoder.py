@@ -119,6 +119,14 @@ def test_a_16_bit_checkpoint_is_quantized_once_and_cached(
     assert worst(first, their_log_probs(dequantized_in_transformers(source, kept[0]))) < 1e-4
 
 
+def test_a_cache_that_cannot_be_written_is_refused_with_the_way_around_it(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder would be")
+    with pytest.raises(ValueError, match=r"Can't write .*cache.* qerl quantize .* OUT --format nf4"):
+        load(str(make_checkpoint("llama")), base="nf4", device="cpu", cache_dir=tmp_path / "cache")
+
+
 def losses_and_gradients(
     model: Decoder, sequences: list[list[int]], recompute: bool | int = False
 ) -> tuple[dict, dict]:

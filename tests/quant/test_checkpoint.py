@@ -6,8 +6,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from qerl.model.shapes import shape_of
 from qerl.quant import nf4, nvfp4
 from qerl.quant.checkpoint import Checkpoint, resolve
+from qerl.tiny import tiny_model_folder
 from tests.conftest import tiny_model
 
 
@@ -116,6 +118,18 @@ def test_an_unknown_quantization_is_refused_with_what_is_supported(
     edit_config(folder, quantization_config={"quant_method": "gptq"})
     with pytest.raises(ValueError, match=r"quantized as gptq; qerl reads .*nvfp4-pack-quantized"):
         _ = Checkpoint(folder).quantized_modules
+
+
+def test_only_a_folder_with_a_model_hides_the_shipped_one(
+    make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").mkdir()  # a run's output_dir, for one
+    assert resolve("tiny") == tiny_model_folder()
+    assert shape_of("tiny") == shape_of(str(tiny_model_folder()))
+    Path("tiny").rmdir()
+    make_checkpoint().rename("tiny")
+    assert resolve("tiny") == Path("tiny")
 
 
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id() -> None:

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from trl import GRPOConfig
 
 import qerl
 from qerl.config import Config, ConfigError
@@ -333,6 +336,17 @@ def test_data_that_teaches_nothing_at_first_is_no_accident(tmp_path: Path, capsy
     assert "in none of 4 groups (drawn in 1 wave) do the rewards vary" in " ".join(capsys.readouterr().err.split())
 
 
+def test_prompts_that_are_left_out_are_said_once(tmp_path: Path, capsys) -> None:
+    def odd(completions, **kwargs):
+        return [float(len(text) % 2) for text in completions]
+
+    rows = [{"prompt": "1+1="}, {"prompt": "1+1=" * 40}] * 8
+    options = ("max_steps=2", "eval_size=0", "dynamic_sampling.max_waves=1")
+    qerl.train(tiny_job(tmp_path / "run", *options), reward_funcs=odd, train_dataset=rows)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("rows drawn so far are left out: their prompts are empty or longer than max_prompt_length=") == 1
+
+
 def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
     def mine(completions, **kwargs): ...
 
@@ -341,6 +355,8 @@ def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
     for train, held_out, message in (
         (iter(good), None, "train_dataset must be a sequence"),
         ([{"question": "x"}], None, "train_dataset needs a `prompt` column"),
+        ([*good, {"question": "x"}], None, "train_dataset needs a `prompt` column; row 2 has question"),
+        ({"train": good}, None, r"not a dict of train. Of a data set's splits give one, such as data\['train'\]"),
         (good, [{"question": "x"}], "eval_dataset needs a `prompt` column"),
         ([{"prompt": None}], None, "A prompt is a string or a list of messages"),
         ([], None, "no rows"),
@@ -350,6 +366,15 @@ def test_bad_data_is_refused_before_any_work(tmp_path: Path) -> None:
             qerl.train(config, reward_funcs=mine, train_dataset=train, eval_dataset=held_out)
     with pytest.raises(ValueError, match="needs reward_funcs"):
         qerl.train(config, train_dataset=good)
+
+    def strict(completions, solution): ...
+
+    for rows in (good, datasets.Dataset.from_list(good)):
+        with pytest.raises(ValueError, match="strict asks for solution"):
+            qerl.train(config, reward_funcs=strict, train_dataset=rows)
+    trl_config: Any = GRPOConfig(output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"not GRPOConfig\. .* as a dict"):
+        qerl.train(trl_config, reward_funcs=strict, train_dataset=good)
 
 
 def test_bad_settings_are_refused_before_any_work(tmp_path: Path) -> None:

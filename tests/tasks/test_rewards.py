@@ -209,6 +209,8 @@ def test_functions_by_import_path() -> None:
     for path, message in (
         ("tests.nothing.f", "can't be imported: ModuleNotFoundError(.|\\n)*PYTHONPATH"),
         ("qerl.__version__", "is not a function"),
+        ("tests/tasks/graders.py:echo", "is a file; name it as Python imports it: graders.FUNCTION, or graders:FUN"),
+        ("./graders.py", "name it as Python imports it: graders.FUNCTION"),
     ):
         with pytest.raises(ValueError, match=message):
             import_reward(path)

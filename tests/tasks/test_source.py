@@ -102,7 +102,7 @@ def test_a_hub_that_can_not_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path
         raise ConnectionError("Couldn't reach it\nmore")
 
     fake_datasets(monkeypatch, load)
-    with pytest.raises(ValueError, match=r"owner/name, split test.*Couldn't reach it .*short_test\.jsonl.*data_dir"):
+    with pytest.raises(ValueError, match=r"owner/name, split test.*Couldn't reach it\. .*short_test\.jsonl.*data_dir"):
         load_rows(SPLIT, tmp_path)
 
 
