@@ -56,6 +56,19 @@ def test_an_fp8_cache_is_an_option(folder: Path, command: Command) -> None:
     )  # no Loading
 
 
+def test_sampling_takes_only_the_likeliest_tokens_if_asked(folder: Path, tmp_path: Path, command: Command) -> None:
+    words = ("generate", "--model", folder, "--base", "bf16", "--dtype", "float32", "--prompt", "abc", "--max-tokens")
+
+    def tokens(name: str, *asked: object) -> list[int]:
+        command(*words, 8, *asked, "--out", tmp_path / name)
+        return json.loads((tmp_path / name).read_text())["completions"][0]["token_ids"]
+
+    greedy = tokens("greedy", "--temperature", 0)
+    assert tokens("k", "--top-k", 1) == tokens("p", "--top-p", 1e-6) == greedy != tokens("all")
+    wrong = command(*words, 8, "--top-p", 0)
+    assert wrong.stderr == "error: top_p must be above 0 and at most 1.\n"  # no Loading
+
+
 def test_an_unknown_base_is_refused_before_anything_is_looked_for() -> None:
     with pytest.raises(ValueError, match="There is no base 'int8'; choose one of bf16, nvfp4, mxfp4, nf4"):
         Job("nobody/no-such-model", ["abc"], 1, "int8")

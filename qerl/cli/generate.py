@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,8 @@ def generate(
     n: Annotated[int, typer.Option(help="Samples a prompt.", min=1)] = 1,
     max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write rows to this JSONL file instead of the screen.")] = None,
     cache_blocks: Annotated[
@@ -43,13 +46,12 @@ def generate(
     from qerl import generate as tool
     from qerl.records import Sampling
 
-    def sampling(stop_ids: tuple[int, ...]) -> Sampling:
-        return Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_ids=stop_ids)
+    asked = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
 
     prompts: list[tool.Prompt] = tool.read_prompts(file) if file else [prompt or ""]
     job = tool.Job(model, prompts, n, base, adapter, dtype, device, cache_blocks, kv_cache_dtype)
     say(f"Loading {model} ...")
-    generation = tool.Generation(job, sampling)
+    generation = tool.Generation(job, lambda stop_ids: replace(asked, stop_ids=stop_ids))
     started, tokens, errors = time.monotonic(), [0], []
     bar = Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), console=log)
     task = bar.add_task("generating", total=len(prompts) * n, rate="")
