@@ -32,7 +32,7 @@ class Interrupts:
     def __init__(self, say: Callable[[str], None] = lambda text: None, several: bool = False) -> None:
         self.say, self.several = say, several
         self.broken = False
-        self._shielded, self._asked, self._own = "", False, False
+        self._shielded, self._asked, self._own, self._changing = "", False, False, False
 
     def __enter__(self) -> "Interrupts":
         self._before: dict[int, Any] = {}
@@ -55,17 +55,21 @@ class Interrupts:
     @contextmanager
     def shield(self, until: str) -> Iterator[None]:
         """What is inside is finished first. until: in words, such as "the update is done"."""
-        self._shielded = until
+        self._shielded, self._changing = until, True
         try:
             yield
         except BaseException:
-            self.broken = True
+            self.broken |= self._changing
             raise
         finally:
             self._shielded = ""
         if self._asked and not self.several:
             self._asked = False
             raise KeyboardInterrupt
+
+    def settled(self) -> None:
+        """Within a shield: what was changed there is whole again, and may be saved whatever comes."""
+        self._changing = False
 
     @contextmanager
     def own_work(self) -> Iterator[None]:

@@ -80,7 +80,9 @@ class Trainer:
                     samples = train_samples(config, rollout.groups)
                     with self.interrupts.shield("the update is done"):
                         tally, results = self.update(samples, step)
-                        self.finish(step, rollout, samples, tally, results, started, sigma, stage)
+                        metrics = self.finish(step, rollout, tally, results, started, sigma, stage)
+                        self.interrupts.settled()
+                        self.write_down(step, rollout, samples, metrics)
                     self.stop_if_not_finite()
             except KeyboardInterrupt as error:
                 raise Interrupted(
@@ -176,14 +178,13 @@ class Trainer:
         self,
         step: int,
         rollout: Rollout,
-        samples: list[TrainSample],
         tally: Tally,
         results: list[dict[str, float]],
         started: float,
         sigma: float,
         stage: int,
-    ) -> None:
-        """Count, measure, write down."""
+    ) -> dict[str, Any]:
+        """Count and measure; from here on the state is that of the step."""
         config, state = self.config, self.state
         sampled = sum(len(completion.token_ids) for completion in rollout.completions)
         state.num_tokens += sampled + sum(
@@ -221,14 +222,18 @@ class Trainer:
         } | {f"timing_s/{name}": value for name, value in self.timing.items()}
         if results:
             metrics["learning_rate"] = results[-1]["learning_rate"]
+        state.step, state.position, state.too_long = step, self.source.position, self.source.too_long
+        state.sigma, state.target, state.watched = self.noise.sigma, self.noise.target, self.watch.seen
+        return metrics
+
+    def write_down(self, step: int, rollout: Rollout, samples: list[TrainSample], metrics: dict[str, Any]) -> None:
+        config = self.config
         if config.log_completions and self.ranks.first:
             path = Path(config.output_dir) / COMPLETIONS / f"step-{step:06d}.parquet"
             columns = completions_table(step, rollout, self.rewards, [sample.advantage for sample in samples])
             write_completions(path, columns)
             self.metrics.completions(columns, step)
         self.metrics.log(metrics, step)
-        state.step, state.position, state.too_long = step, self.source.position, self.source.too_long
-        state.sigma, state.target, state.watched = self.noise.sigma, self.noise.target, self.watch.seen
         self.display.done(step)
         if step % config.logging_steps == 0 or step == self.total_steps:
             self.display.line(step, metrics)

@@ -196,14 +196,14 @@ def test_a_second_process_and_a_folder_that_cant_be_written_are_refused(tmp_path
 def test_a_full_disk_leaves_the_checkpoints_that_are_there(tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: the library meets a real error of the system."""
     trainer = build(tiny_job(tmp_path / "run", "max_steps=3", "save_steps=1", "eval_size=0", "prompts_per_step=2"))
-    finish, limits = trainer.finish, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_down, limits = trainer.write_down, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill(step: int, *arguments: Any) -> None:
-        finish(step, *arguments)
+        write_down(step, *arguments)
         if step == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
 
-    trainer.finish = fill
+    trainer.write_down = fill
     try:
         with trainer.metrics, pytest.raises(OSError, match=r"File too large.*step-000002"):
             trainer.train()
