@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import qerl
 from qerl.cli.words import split_words
 from qerl.compare.runs import Run
 from qerl.recipe import load_config, settings
@@ -92,6 +93,23 @@ def test_the_sums_are_a_task_with_held_out_questions(script, tmp_path: Path) -> 
     assert not any(row["question"] in asked for row in task.test)
     numbers = [int(n) for n in re.findall(r"\d+", task.test[0]["question"])]
     assert int(task.test[0]["answer"]) == sum(numbers)
+
+
+def test_finished_runs_are_sampled_eight_times_a_question(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script("sums").write_sums(tmp_path / "sums")
+    words = [
+        *("model=tiny", "device=cpu", f"data_dir={tmp_path / 'sums'}", f"output_dir={tmp_path / 'runs' / 'one'}"),
+        *("max_steps=1", "eval_size=0", "prompts_per_step=2", "num_generations=2", "max_completion_length=8"),
+    ]
+    qerl.train(load_config(STUDY / "sums.yaml", words))
+    monkeypatch.setattr("sys.argv", ["evaluate.py", str(tmp_path / "runs"), "--limit", "2"])
+    for _ in range(2):  # what is complete is not done again
+        script("evaluate").main()
+    results = json.loads((tmp_path / "runs" / "one" / "pass8" / "results.json").read_text())
+    assert results["tasks"]["gsm8k"].keys() >= {"pass@1", "pass@8", "maj@8"}
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("one ")] == ["one"]
 
 
 def test_pieces_are_joined_in_order(script, tmp_path: Path) -> None:

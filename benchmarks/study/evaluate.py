@@ -38,7 +38,7 @@ def main() -> None:
             max_tokens=config["max_completion_length"],
             limit=asked.limit,
             system_prompt=config["system_prompt"],
-            data_dir=asked.data_dir or config["data_dir"],
+            data_dir=asked.data_dir or (Path(config["data_dir"]) if config["data_dir"] else None),
             out=out,
         )
         scores = evaluate(job)["tasks"][config["task"]]
