@@ -29,7 +29,7 @@ def last_json(done: subprocess.CompletedProcess[str]) -> dict:
 
 
 def test_random_then_quantize_prints_tables_and_ends_in_json(tmp_path: Path, command: Command) -> None:
-    made = last_json(command("random", "tiny", tmp_path / "model"))
+    made = last_json(command("random", "toy", tmp_path / "model"))
     assert made["parameters"] > 1e6
     done = qerl_command("quantize", tmp_path / "model", tmp_path / "out", "--method", "rtn", "--ignore", "*.layers.0.*")
     result = last_json(done)

@@ -7,7 +7,7 @@ import torch
 
 from qerl.model.shapes import shape_named
 
-ON_A_GPU, ON_A_CPU = "qwen2.5-7b", "tiny"
+ON_A_GPU, ON_A_CPU = "qwen2.5-7b", "toy"
 ITEM = 4  # bytes of a weight on a CPU, whatever the base: 4-bit layers keep a dequantized copy in float32
 
 

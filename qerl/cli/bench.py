@@ -14,7 +14,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure: a table, then one line 
 Csv = Annotated[Path | None, typer.Option(help="Append the rows to this CSV file, with GPU and commit.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="a GPU if there is one")]
 OneShape = Annotated[
-    str | None, typer.Option(help="Shape of the random model.", show_default="qwen2.5-7b on a GPU, tiny on a CPU")
+    str | None, typer.Option(help="Shape of the random model.", show_default="qwen2.5-7b on a GPU, toy on a CPU")
 ]
 
 
@@ -38,7 +38,7 @@ def bench_quantize(
 @bench.command("rollout")
 def bench_rollout(
     context: typer.Context,
-    shape: Annotated[str, typer.Option(help="Shape of the random model; with --batch a list.")] = "tiny",
+    shape: Annotated[str, typer.Option(help="Shape of the random model; with --batch a list.")] = "toy",
     prompts: Annotated[
         int | None, typer.Option(help="Without --batch: how many prompts.", min=1, show_default="32, on a CPU 8")
     ] = None,
@@ -196,7 +196,7 @@ def bench_logprobs(
 @bench.command("step")
 def bench_step(
     context: typer.Context,
-    shape: Annotated[str, typer.Option(help="Shapes of the random models, as qwen2.5-3b,qwen2.5-7b.")] = "tiny",
+    shape: Annotated[str, typer.Option(help="Shapes of the random models, as qwen2.5-3b,qwen2.5-7b.")] = "toy",
     base: Annotated[
         str, typer.Option(help="Bases: bf16, nvfp4, mxfp4, nf4, bitsandbytes (NF4 on its own kernels, as in QLoRA).")
     ] = "bf16,nvfp4",

@@ -37,7 +37,7 @@ def memory(
 
 def random(
     shape: Annotated[
-        str, typer.Argument(help="tiny, qwen2.5-{0.5b,1.5b,3b,7b,14b,32b}, qwen3-{4b,8b}, llama-3.1-8b, ...")
+        str, typer.Argument(help="toy, qwen2.5-{0.5b,1.5b,3b,7b,14b,32b}, qwen3-{4b,8b}, llama-3.1-8b, ...")
     ],
     out: Annotated[Path, typer.Argument(help="Folder to make; it must not exist.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,

@@ -79,7 +79,7 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape(256, 4, 768, 4, 2, vocab=4096, tied=True, head_dim=64),
+    "toy": Shape(256, 4, 768, 4, 2, vocab=4096, tied=True, head_dim=64),
     "qwen2.5-0.5b": Shape(896, 24, 4864, 14, 2, tied=True, head_dim=64),
     "qwen2.5-1.5b": Shape(1536, 28, 8960, 12, 2, tied=True),
     "qwen2.5-3b": Shape(2048, 36, 11008, 16, 2, tied=True),

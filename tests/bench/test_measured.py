@@ -49,7 +49,7 @@ def test_rows_of_rollouts_are_readable_at_80_columns(command: Command) -> None:
     first, second, _, line, result = done.stdout.splitlines()[1:]
     assert first.split() == ["new", "prefill", "step", "tokens"]  # no "of floor", an H200's: empty on a CPU
     assert second.split()[:5] == ["model", "base", "rank", "batch", "tokens"]
-    assert line.split()[:5] == ["tiny", "nvfp4", "32", "1", "2"]
+    assert line.split()[:5] == ["toy", "nvfp4", "32", "1", "2"]
     (found,) = json.loads(result)["rows"]
     assert found["of_floor"] is None
     assert (found["timed"], found["prompt"]) == ("every step", 4)
@@ -92,7 +92,7 @@ def test_a_ctrl_c_shows_the_finished_rows(tmp_path: Path, command: Command) -> N
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert 2 <= len(rows) < 9
     assert [row["batch"] for row in rows] == [int(row["batch"]) for row in rows_of(path)]
-    assert sum(line.startswith("tiny ") for line in done.stdout.splitlines()) == len(rows)
+    assert sum(line.startswith("toy ") for line in done.stdout.splitlines()) == len(rows)
     assert f"error: Interrupted after {len(rows)} finished rows, shown above and kept in {path}." in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -158,18 +158,18 @@ def test_a_file_of_an_older_form_costs_no_row(tmp_path: Path, command: Command) 
         ("step --updates 3", "must be a multiple of --updates (3)"),
         ("step --tokens 64 --shape gpt", "no shape 'gpt'"),
         ("step --tokens 64 --recompute some", "auto, all, none or a number"),
-        ("step --tokens 64 --recompute 99", "tiny has 4 blocks. Write all"),
-        ("step --recompute 99", "tiny has 4 blocks. Write all"),
+        ("step --tokens 64 --recompute 99", "toy has 4 blocks. Write all"),
+        ("step --recompute 99", "toy has 4 blocks. Write all"),
         (
             "rollout --batch 1 --prompt 100000 --max-tokens 4",
             "100000 tokens and 4 new ones are 100004; the context of",
         ),
-        ("rollout --batch 1 --max-tokens 4,33000", "are 33256; the context of tiny is 32768"),
-        ("rollout --batch 1 --max-tokens 100000", "are 100256; the context of tiny is 32768"),
-        ("rollout --max-tokens 33000", "; the context of tiny is 32768"),
-        ("prefill --shape tiny --prompt 32767", "are 32769; the context of tiny is 32768"),
-        ("logprobs --shape tiny --prompt 33000 --batch 1 --max-tokens 4", "are 33004; the context of tiny is 32768"),
-        ("step --prompt 100000", "; the context of tiny is 32768"),
+        ("rollout --batch 1 --max-tokens 4,33000", "are 33256; the context of toy is 32768"),
+        ("rollout --batch 1 --max-tokens 100000", "are 100256; the context of toy is 32768"),
+        ("rollout --max-tokens 33000", "; the context of toy is 32768"),
+        ("prefill --shape toy --prompt 32767", "are 32769; the context of toy is 32768"),
+        ("logprobs --shape toy --prompt 33000 --batch 1 --max-tokens 4", "are 33004; the context of toy is 32768"),
+        ("step --prompt 100000", "; the context of toy is 32768"),
         ("step --new 100000", "100000 new ones are"),
         ("rollout --batch 1 --max-tokens 4,1", "--max-tokens must be at least 2"),
         ("step --tokens 64,1", "--tokens must be at least 2"),
@@ -203,12 +203,12 @@ def test_help_says_whose_floor_and_peak_and_what_with_lora_is(command: Command) 
         ("linear", "gate_up includes SwiGLU"),
         ("rollout", "32, on a CPU 8"),
         ("step", "512, on a CPU 64"),
-        ("prefill", "qwen2.5-7b on a GPU, tiny on a CPU"),
+        ("prefill", "qwen2.5-7b on a GPU, toy on a CPU"),
     ):
         assert words in " ".join(command("bench", name, "--help").stdout.replace("│", " ").split())
 
 
 def test_random_refuses_a_folder_that_is_there_before_a_bar(tmp_path: Path, command: Command) -> None:
-    done = command("random", "tiny", tmp_path)
+    done = command("random", "toy", tmp_path)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [f"error: {tmp_path} exists. Name a new folder, or remove it first."]

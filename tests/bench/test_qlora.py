@@ -51,7 +51,7 @@ def with_moved_lora(model: Decoder) -> Decoder:
 @pytest.fixture
 def pair() -> tuple[Decoder, Decoder]:
     """The rival, and a 16-bit model of ours with the weights that it should have, by our NF4."""
-    theirs, ours = (load_random("tiny", "bf16", "cpu", seed=3) for _ in range(2))
+    theirs, ours = (load_random("toy", "bf16", "cpu", seed=3) for _ in range(2))
     hold_bitsandbytes(theirs)
     for module in ours.modules():
         if isinstance(module, Projection):
@@ -123,7 +123,7 @@ def test_the_engine_draws_the_same_tokens(pair: tuple[Decoder, Decoder]) -> None
 
 
 def test_all_projections_are_replaced_and_their_tensors_are_seen() -> None:
-    model = decode.random_model("tiny", BITSANDBYTES, 8, CPU)
+    model = decode.random_model("toy", BITSANDBYTES, 8, CPU)
     held = [module for module in model.modules() if isinstance(module, Projection)]
     assert len(held) == 4 * model.arch.layers
     assert all(isinstance(module, BitsandbytesProjection) for module in held)
@@ -136,7 +136,7 @@ def test_all_projections_are_replaced_and_their_tensors_are_seen() -> None:
 
 
 def test_a_walk_that_finds_nothing_raises() -> None:
-    model = load_random("tiny", "bf16", "cpu")
+    model = load_random("toy", "bf16", "cpu")
     model.blocks = nn.ModuleList()
     with pytest.raises(ValueError, match="no projection"):
         hold_bitsandbytes(model)
@@ -149,9 +149,9 @@ def test_what_a_bench_can_not_have_is_refused_at_once(monkeypatch: pytest.Monkey
     require(["bf16", "nf4"])
     said: list[str] = []
     for measure, job in (
-        (step.measure, step.Steps(["tiny"], ["bf16", BITSANDBYTES], [2], 2, 2, 6, 5, 4, "auto", 64, 2, device="cpu")),
-        (training.measure, training.Passes(["tiny"], ["bf16", BITSANDBYTES], [48], 20, 4, "2", 1, "cpu")),
-        (decode.measure, decode.Table(("tiny",), ("bf16", BITSANDBYTES), (8,), (1,), (4,), 8, 8, "cpu")),
+        (step.measure, step.Steps(["toy"], ["bf16", BITSANDBYTES], [2], 2, 2, 6, 5, 4, "auto", 64, 2, device="cpu")),
+        (training.measure, training.Passes(["toy"], ["bf16", BITSANDBYTES], [48], 20, 4, "2", 1, "cpu")),
+        (decode.measure, decode.Table(("toy",), ("bf16", BITSANDBYTES), (8,), (1,), (4,), 8, 8, "cpu")),
     ):
         with pytest.raises(ValueError, match="pip install bitsandbytes"):
             next(measure(job, said.append))
@@ -182,7 +182,7 @@ def test_blocks_are_recomputed_for_what_the_rival_keeps_more() -> None:
 
 
 def test_whole_steps_go_through_the_trainer() -> None:
-    steps = step.Steps(["tiny"], ["nvfp4", BITSANDBYTES], [2], 2, 2, 6, 5, 4, "auto", 64, 2, device="cpu")
+    steps = step.Steps(["toy"], ["nvfp4", BITSANDBYTES], [2], 2, 2, 6, 5, 4, "auto", 64, 2, device="cpu")
     theirs, ours = step.measure(steps, quiet)
     assert (theirs["base"], theirs["x_bitsandbytes"], theirs["decode"]) == (BITSANDBYTES, 1, "eager")
     assert ours["x_bitsandbytes"] == pytest.approx(theirs["step_s"] / ours["step_s"], rel=0.01)
@@ -191,13 +191,13 @@ def test_whole_steps_go_through_the_trainer() -> None:
 
 
 def test_training_passes() -> None:
-    (row,) = training.measure(training.Passes(["tiny"], [BITSANDBYTES], [48], 20, 4, "2", 1, "cpu"), quiet)
+    (row,) = training.measure(training.Passes(["toy"], [BITSANDBYTES], [48], 20, 4, "2", 1, "cpu"), quiet)
     assert (row["recomputed"], row["x_bitsandbytes"], row["plan_gb"]) == (2, 1, None)
 
 
 def test_decoding_says_how_it_was_done() -> None:
     said: list[str] = []
-    table = decode.Table(("tiny",), (BITSANDBYTES,), (0, 8), (2,), (4,), prompt=8, run_up_to=8, device="cpu")
+    table = decode.Table(("toy",), (BITSANDBYTES,), (0, 8), (2,), (4,), prompt=8, run_up_to=8, device="cpu")
     rows = list(decode.measure(table, said.append))
     assert [row["rank"] for row in rows] == [0, 8]
     assert all(row["tokens_per_s"] > 0 and row["floor_ms"] > 0 for row in rows)

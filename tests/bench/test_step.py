@@ -52,17 +52,17 @@ def test_parts_within_parts_count_once() -> None:
 
 
 def test_training_passes_are_measured_with_their_ratio_to_bf16() -> None:
-    job = Passes(["tiny"], ["nvfp4", "bf16"], [48], 20, 4, "2", 1, "cpu")
+    job = Passes(["toy"], ["nvfp4", "bf16"], [48], 20, 4, "2", 1, "cpu")
     rows = list(passes(job, quiet))
     assert [(row["base"], row["tokens"], row["recomputed"]) for row in rows] == [("bf16", 48, 2), ("nvfp4", 48, 2)]
     assert rows[0]["x_bf16"] == 1
     assert all(row["tokens_per_s"] > 0 and row["plan_gb"] > 0 for row in rows)
     with pytest.raises(ValueError, match="auto, all, none or a number"):
-        next(passes(Passes(["tiny"], ["bf16"], [48], 20, 4, "some", 1, "cpu"), quiet))
+        next(passes(Passes(["toy"], ["bf16"], [48], 20, 4, "some", 1, "cpu"), quiet))
 
 
 def test_a_whole_step_goes_through_the_trainer() -> None:
-    job = Steps(["tiny"], ["bf16"], [2], 2, 2, 6, 5, 4, "auto", 64, 2, updates=2, device="cpu")
+    job = Steps(["toy"], ["bf16"], [2], 2, 2, 6, 5, 4, "auto", 64, 2, updates=2, device="cpu")
     (row,) = whole(job, quiet)
     parts = [row[f"{name}_s"] for name in ("rollout", "forward", "backward", "old_logprobs", "optimizer")]
     assert all(part > 0 for part in parts)
@@ -82,7 +82,7 @@ def test_the_command_prints_a_table_and_json_and_writes_rows(tmp_path: Path) -> 
 
 
 def test_no_more_is_in_flight_than_there_is() -> None:
-    job = Steps(["tiny"], ["bf16"], [3, 8, 128], 2, 2, 6, 5, 4, "auto", 64, 2, device="cpu")
+    job = Steps(["toy"], ["bf16"], [3, 8, 128], 2, 2, 6, 5, 4, "auto", 64, 2, device="cpu")
     assert [row["running"] for row in whole(job, quiet)] == [3, 4]
 
 

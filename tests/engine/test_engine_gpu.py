@@ -40,7 +40,7 @@ def packed_log_probs(model, prompts: list[tuple[int, ...]], done: list[Completio
 
 def models(tmp_path: Path, base: str) -> tuple[Decoder, Decoder]:
     """The same adapter and noise in bf16 and in float32."""
-    write_random_checkpoint(SHAPES["tiny"], tmp_path / "bf16")
+    write_random_checkpoint(SHAPES["toy"], tmp_path / "bf16")
     if base != "bf16":
         quantize(tmp_path / "bf16", tmp_path / base, base)
     model = load(str(tmp_path / base), base=base, device="cuda")

@@ -325,13 +325,13 @@ def test_processes_that_load_the_same_model_wait_for_each_other(
 
 @pytest.mark.parametrize("base", ["bf16", "nvfp4", "mxfp4", "nf4"])
 def test_random_weights_of_a_named_shape_have_a_sane_scale(base: str) -> None:
-    model = load_random("tiny", base=base, device="cpu")
+    model = load_random("toy", base=base, device="cpu")
     weight = model.blocks[0].attention.qkv.weight
     dense = weight.read() if base == "bf16" else weight.dense(torch.float32)
     assert 0.015 < float(dense.std()) < 0.025
     assert bool(torch.isfinite(model.logits(model(pack(SEQUENCES)))).all())
-    same = load_random("tiny", base=base, device="cpu")
-    other = load_random("tiny", base=base, device="cpu", seed=1)
+    same = load_random("toy", base=base, device="cpu")
+    other = load_random("toy", base=base, device="cpu", seed=1)
     assert worst(log_probs(model), log_probs(same)) == 0
     assert worst(log_probs(model), log_probs(other)) > 0
 
@@ -340,5 +340,5 @@ def test_a_large_dequantized_copy_is_said(monkeypatch: pytest.MonkeyPatch, caplo
     from qerl.model import loader
 
     monkeypatch.setattr(loader, "LARGE_COPY", 1 << 20)
-    load_random("tiny", device="cpu")
+    load_random("toy", device="cpu")
     assert "keep a dequantized copy" in caplog.text

@@ -21,7 +21,7 @@ import sys
 import torch
 from qerl.bench.quantize import peak_resident_bytes
 from qerl.model.loader import load, load_random
-load_random("tiny", base=sys.argv[2], device="cpu", dtype=torch.bfloat16)  # imports and first uses
+load_random("toy", base=sys.argv[2], device="cpu", dtype=torch.bfloat16)  # imports and first uses
 before = peak_resident_bytes()
 model = load(sys.argv[1], base=sys.argv[2], device="cpu", dtype=torch.bfloat16)
 print(peak_resident_bytes() - before)

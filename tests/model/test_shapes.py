@@ -35,17 +35,17 @@ def test_memory_equals_the_bytes_of_a_real_conversion(tmp_path: Path) -> None:
     from qerl.quant.convert import convert
     from qerl.quant.plan import make_plan
 
-    write_random_checkpoint(SHAPES["tiny"], tmp_path / "source")
+    write_random_checkpoint(SHAPES["toy"], tmp_path / "source")
     for format in ("nvfp4", "mxfp4", "nf4"):
         layout = layout_for(format)
         with Checkpoint(tmp_path / "source") as source:
             convert(source, tmp_path / format, layout, make_plan(source, layout, (), int(1e9)))
-        assert Checkpoint(tmp_path / format).nbytes == weight_bytes(SHAPES["tiny"], format).total
+        assert Checkpoint(tmp_path / format).nbytes == weight_bytes(SHAPES["toy"], format).total
 
 
 def test_a_random_checkpoint_loads_in_transformers_and_depends_on_its_seed(tmp_path: Path) -> None:
     for seed, folder in ((0, "a"), (0, "b"), (1, "c")):
-        write_random_checkpoint(SHAPES["tiny"], tmp_path / folder, seed)
+        write_random_checkpoint(SHAPES["toy"], tmp_path / folder, seed)
     a, b, c = ((tmp_path / f / "model.safetensors").read_bytes() for f in "abc")
     assert a == b
     assert a != c

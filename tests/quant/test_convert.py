@@ -385,7 +385,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4"])
 def test_gpu_writes_what_the_cpu_writes(tmp_path: Path, format: str) -> None:
-    write_random_checkpoint(SHAPES["tiny"], tmp_path / "source")
+    write_random_checkpoint(SHAPES["toy"], tmp_path / "source")
     for device in ("cpu", "cuda"):
         run(tmp_path / "source", tmp_path / device, format, "mse", device=device)
     assert folder_tensors(tmp_path / "cpu") == folder_tensors(tmp_path / "cuda")
