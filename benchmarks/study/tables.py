@@ -137,6 +137,8 @@ def arms_table(
     rows = []
     for label, arm in arms.items():
         found = [run for run in runs if run.is_of(arm)]
+        if len({run.seed for run in found}) < len(found):
+            raise ValueError(f"The arm {label} has several runs of one seed: {', '.join(run.name for run in found)}.")
         if not found:
             rows.append([label, "0", "not measured yet", *[""] * (len(head) - 3)])
             continue
@@ -241,13 +243,13 @@ ENTROPIES: Measures = {
 }
 STABILITY: Measures = {"best step": (best_reward, ".3f"), "collapsed": (collapsed, ".0%")}
 WEIGHTS: Measures = {"least ESS": (least_sample_size, ".3f"), "largest weight": (largest_weight, ".1f")}
+NOISY: Measures = RISE | ENTROPY | WEIGHTS | AFTER
 
 
 def tables() -> dict[str, str]:
     every = read_runs(RESULTS / "tiny.jsonl.xz")
     tiny, one_rank = alike(every), alike(every, "lora_r")
     gsm8k, sums = read_runs(RESULTS / "gsm8k.jsonl.xz"), read_runs(RESULTS / "sums.jsonl.xz")
-    noise = RISE | ENTROPY | WEIGHTS | AFTER
     made = {
         "entropy by format": entropy_table(RESULTS / "entropy_tiny.jsonl.xz"),
         "entropy in training": arms_table(tiny, FORMATS, ENTROPIES, "all steps"),
@@ -256,10 +258,10 @@ def tables() -> dict[str, str]:
         "learning rates": arms_table(tiny, RATES, RISE | STABILITY | AFTER),
         "learning rates, difference": rates_table(tiny, LEARNING_RATES, RATES),
         "schedules": arms_table(tiny, SCHEDULES, RISE | AFTER, "last 5"),
-        "profiles": arms_table(one_rank, PROFILES, noise, "last 5"),
+        "profiles": arms_table(one_rank, PROFILES, NOISY, "last 5"),
         "ranks": arms_table(every, RANKS, RISE | ENTROPY | AFTER, "last 5"),
-        "noise": arms_table(tiny, NOISE, noise, "last 5"),
-        "noise on bf16": arms_table(tiny, NOISE_ON_BF16, noise, "last 5"),
+        "noise": arms_table(tiny, NOISE, NOISY, "last 5"),
+        "noise on bf16": arms_table(tiny, NOISE_ON_BF16, NOISY, "last 5"),
         "speed": speed_table("model", "batch", timed="every step", new_tokens=lambda n: int(n) <= 256),
         "speed by length": speed_table("model", "batch", "new_tokens", new_tokens=lambda n: int(n) > 512),
         "speed by rank": rank_table(),
@@ -274,15 +276,14 @@ def tables() -> dict[str, str]:
 
 def sums_tables(runs: list[Run]) -> dict[str, str]:
     """The 135M's."""
-    noise = RISE | ENTROPY | WEIGHTS | AFTER
     formats = RISE | ENTROPY | BEFORE | AFTER
     return {
         "135M, formats": arms_table(runs, ablations.FORMATS, formats, "all steps"),
         "135M, learning rates": arms_table(runs, ablations.RATES, RISE | STABILITY | AFTER),
         "135M, learning rates, difference": rates_table(runs, ablations.LEARNING_RATES, ablations.RATES),
-        "135M, schedules": arms_table(runs, ablations.SCHEDULES, noise, "last 5"),
-        "135M, profiles": arms_table(runs, ablations.PROFILES, noise, "last 5"),
-        "135M, noise": arms_table(runs, ablations.NOISE, noise, "last 5"),
+        "135M, schedules": arms_table(runs, ablations.SCHEDULES, NOISY, "last 5"),
+        "135M, profiles": arms_table(runs, ablations.PROFILES, NOISY, "last 5"),
+        "135M, noise": arms_table(runs, ablations.NOISE, NOISY, "last 5"),
         "135M, ranks": arms_table(runs, ablations.RANKS, RISE | ENTROPY | AFTER, "last 5"),
     }
 
