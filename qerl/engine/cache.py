@@ -139,24 +139,24 @@ def blocks_that_fit(
     lengths: Iterable[int],
     reserve: int = 0,
     kv_cache_dtype: str = "auto",
-    filters: bool = False,
+    penalty: bool = False,
 ) -> int:
     """Blocks for sequences of these lengths, as many as memory allows. What is free changes: ask once, and record.
 
-    reserve: bytes that are free on a GPU now and will not be later, such as the optimizer's. filters: they will be
-    drawn by more than a temperature, which takes more memory beside the cache.
+    reserve: bytes that are free on a GPU now and will not be later, such as the optimizer's. penalty: on
+    repetition, in drawing: it takes more memory beside the cache.
     """
     size, lengths = block_bytes(model, block_size, kv_cache_dtype), list(lengths)
     blocks = [-(-length // block_size) for length in lengths]
     room = CPU_BYTES
     if model.device.type == "cuda":
         free, held = torch.cuda.mem_get_info(model.device)[0], torch.cuda.memory_allocated(model.device)
-        beside = room_beside(model, sum(lengths), len(lengths), filters)
+        beside = room_beside(model, sum(lengths), len(lengths), penalty)
         room = cache_room(max(0, free - reserve), held + reserve, beside, max(blocks, default=0) * size)
     return max(1, min(sum(blocks), room // size))
 
 
-def room_beside(model: Decoder, tokens: int, sequences: int, filters: bool) -> int:
+def room_beside(model: Decoder, tokens: int, sequences: int, penalty: bool) -> int:
     """What prefill and decoding of so many will take beside the cache."""
     item, quantized = model.dtype.itemsize, any(isinstance(one, QuantizedWeight) for one in model.modules())
-    return prefill_bytes(model.arch, tokens, item, quantized) + decode_bytes(model.arch, sequences, item, filters)
+    return prefill_bytes(model.arch, tokens, item, quantized) + decode_bytes(model.arch, sequences, item, penalty)

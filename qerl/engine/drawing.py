@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from qerl.kernels.draw import draw
-from qerl.kernels.sample import penalize, sample, uniforms
+from qerl.kernels.sample import penalize
 from qerl.records import Sampling
 
 
@@ -21,8 +21,6 @@ class Drawing:
         stops = sampling.stop_ids if sampling.min_tokens else ()
         self.early_stops = torch.tensor(stops, dtype=torch.int64, device=device)
         s = sampling
-        filters = (s.top_k, s.top_p, s.min_p) != (0, 1.0, 0.0)
-        self.plain = not (filters or self.penalizes or stops)  # nothing but a temperature
         # What a captured graph depends on.
         self.key = (s.temperature, s.top_k, s.top_p, s.min_p, s.repetition_penalty, s.min_tokens, stops)
 
@@ -35,9 +33,6 @@ class Drawing:
         bool, the tokens it holds, for the repetition penalty.
         """
         s, policy_SV = self.sampling, logits_SV
-        if self.plain:
-            tokens_S, logprob_S = draw(logits_SV, keys_S, drawn_S, s.temperature)
-            return tokens_S, logprob_S, logprob_S
         if self.penalizes:
             assert seen_SV is not None
             logits_SV = penalize(logits_SV, seen_SV, s.repetition_penalty)
@@ -45,4 +40,4 @@ class Drawing:
             early_S1 = (drawn_S < s.min_tokens)[:, None]
             stops = logits_SV[:, self.early_stops].masked_fill(early_S1, -torch.inf)
             logits_SV = logits_SV.index_copy(1, self.early_stops, stops)
-        return sample(logits_SV, uniforms(keys_S, drawn_S), s.temperature, s.top_k, s.top_p, s.min_p, policy_SV)
+        return draw(logits_SV, keys_S, drawn_S, s.temperature, s.top_k, s.top_p, s.min_p, policy_SV)

@@ -8,8 +8,8 @@ from qerl.model.shapes import Shape
 
 GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens of a step
 GPU_SHARE = 0.8  # of what is free on a GPU once the model is loaded, that a cache takes at most
-LOGIT_BYTES = 5  # a logit on its way to a token, where a temperature is all
-FILTERED_BYTES = 36  # with filters or penalties: float32 logits and log-probs, float64 running sums
+LOGIT_BYTES = 5  # a logit on its way to a token, filters or not
+PENALIZED_BYTES = 20  # with a repetition penalty, which makes float32 copies and remembers what was seen
 # Of what torch allocates, for what nobody plans: gaps between its pieces, libraries' own memory (.4 % in a measured 32B
 # step that 80 GB bounded), and the estimate's own error (up to .8 % too low).
 MARGIN = 0.02
@@ -21,9 +21,9 @@ def prefill_bytes(of: Shape | Architecture, tokens: int, item: int, quantized: b
     return min(GPU_BUDGET, tokens) * item * 3 * (of.intermediate + of.hidden) + dequantized
 
 
-def decode_bytes(of: Shape | Architecture, sequences: int, item: int, filters: bool) -> int:
-    """Of a decode step of so many sequences; captured graphs keep it. filters: more than a temperature is asked for."""
-    logit = FILTERED_BYTES if filters else LOGIT_BYTES
+def decode_bytes(of: Shape | Architecture, sequences: int, item: int, penalty: bool) -> int:
+    """Of a decode step of so many sequences; captured graphs keep it. penalty: on repetition, it is asked for."""
+    logit = PENALIZED_BYTES if penalty else LOGIT_BYTES
     return sequences * (of.vocab * logit + item * (3 * of.intermediate + 4 * of.hidden))
 
 

@@ -46,16 +46,19 @@ def penalize(logits_SV: Tensor, seen_SV: Tensor, penalty: float) -> Tensor:
 
 
 def filtered(scaled_SV: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Temperature-scaled logits with what the filters exclude at -inf, in the order top-k, top-p, min-p."""
+    """Temperature-scaled logits with what the filters exclude at -inf, in the order top-k, top-p, min-p.
+
+    Of tokens with the same logit all stay or none, so that nothing depends on how a sort orders equals.
+    """
     if top_k and top_k < scaled_SV.shape[1]:
         smallest = scaled_SV.topk(top_k, dim=-1).values[:, -1:]
         scaled_SV = scaled_SV.masked_fill(scaled_SV < smallest, -torch.inf)
     if top_p < 1.0:
-        ordered, places = scaled_SV.sort(dim=-1, descending=True)
+        ordered = scaled_SV.sort(dim=-1, descending=True).values
         p = ordered.double().softmax(-1)
         before = _cumulative(p) - p  # mass of the more likely tokens
-        cut = torch.zeros_like(scaled_SV, dtype=torch.bool).scatter_(1, places, before >= top_p)
-        scaled_SV = scaled_SV.masked_fill(cut, -torch.inf)
+        smallest = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+        scaled_SV = scaled_SV.masked_fill(scaled_SV < smallest, -torch.inf)
     if min_p > 0.0:
         p = scaled_SV.softmax(-1)
         scaled_SV = scaled_SV.masked_fill(p < min_p * p.amax(-1, keepdim=True), -torch.inf)

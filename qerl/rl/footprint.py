@@ -41,7 +41,7 @@ class Workload:
     item: int = 2  # bytes of an activation
     keys: int = 0  # of a micro-batch with shared prompts, which copies keys and values; 0 where none is shared
     kv_cache_dtype: str = "auto"
-    filters: bool = False  # sampling by more than a temperature
+    penalty: bool = False  # on repetition, in sampling
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def footprint(shape: Shape, work: Workload) -> Footprint:
         prefill=prefill_bytes(shape, work.sequences * work.longest, item, quantized),
         cache_wanted=work.sequences * work.longest * place * shape.layers,
         cache_each=work.longest * place * shape.layers,
-        workspace=decode_bytes(shape, work.sequences, item, work.filters),
+        workspace=decode_bytes(shape, work.sequences, item, work.penalty),
         context=CONTEXT,
     )
 

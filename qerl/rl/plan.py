@@ -16,10 +16,10 @@ from qerl.rl.footprint import CONTEXT, Footprint, Workload, fewest_recomputed, f
 from qerl.rl.sizes import (
     OPTIMIZER_BYTES,
     copied_keys,
-    filtered,
     group_tokens,
     largest_micro_batch,
     longest_sequence,
+    penalizes,
     require_context,
     running_sequences,
     total_steps,
@@ -114,7 +114,7 @@ def workload(config: Config, shape: Shape, gpu: int) -> Workload:
         longest=longest_sequence(config),
         item=4 if config.dtype == "float32" else 2,
         kv_cache_dtype=config.kv_cache_dtype,
-        filters=filtered(config),
+        penalty=penalizes(config),
     )
     if config.recompute == "auto":
         return replace(work, recompute=fewest_recomputed(shape, work, gpu))

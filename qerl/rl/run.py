@@ -38,7 +38,7 @@ from qerl.rl.plan import recomputed_blocks, workload
 from qerl.rl.push import require_login, require_repo_id, upload
 from qerl.rl.ranks import ALONE, Ranks, join
 from qerl.rl.schedule import layer_sigmas
-from qerl.rl.sizes import filtered, longest_sequence, require_context, running_sequences, total_steps
+from qerl.rl.sizes import longest_sequence, penalizes, require_context, running_sequences, total_steps
 from qerl.rl.trainer import Trainer
 from qerl.rl.update import Updater, make_optimizer, require_optimizer
 from qerl.tasks.grader import Grader
@@ -388,7 +388,7 @@ def _engine(
     running = running_sequences(config, eval_rows, ranks.world)
     if not state.cache_blocks or state.ranks != ranks.world:
         lengths = [longest_sequence(config)] * running
-        blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, reserve, config.kv_cache_dtype, filtered(config))
+        blocks = blocks_that_fit(model, BLOCK_SIZE, lengths, reserve, config.kv_cache_dtype, penalizes(config))
         state.cache_blocks, state.ranks = min(ranks.gather(blocks)), ranks.world
     options: dict[str, Any] = {"max_running": running, "tokenizer": tokenizer, "kv_cache_dtype": config.kv_cache_dtype}
     return Engine(model, state.cache_blocks, BLOCK_SIZE, **options)

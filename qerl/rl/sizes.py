@@ -36,9 +36,9 @@ def running_sequences(config: Config, eval_rows: int, ranks: int = 1) -> int:
     return min(MAX_RUNNING, max(prompts * config.num_generations, rows))
 
 
-def filtered(config: Config) -> bool:
-    """Whether tokens are drawn by more than a temperature."""
-    return (config.top_p, config.top_k, config.min_p, config.repetition_penalty) != (1.0, 0, 0.0, 1.0)
+def penalizes(config: Config) -> bool:
+    """Whether repetition is penalized in sampling."""
+    return config.repetition_penalty != 1.0
 
 
 def largest_micro_batch(config: Config) -> int:

@@ -13,7 +13,7 @@ from qerl.engine.drawing import Drawing
 from qerl.engine.engine import Engine
 from qerl.engine.scheduler import Scheduler
 from qerl.engine.sequence import Sequence
-from qerl.kernels.sample import sample
+from qerl.kernels.draw import draw
 from qerl.model.adapter import LoraSettings, add_lora, load_adapter, save_adapter
 from qerl.model.decoder import Decoder
 from qerl.model.layers import Lora
@@ -204,10 +204,10 @@ def test_one_graph_serves_every_context(tmp_path: Path) -> None:
 
 def test_a_single_row_is_drawn_the_same_every_time() -> None:
     logits = torch.randn(1, 151_936, generator=torch.Generator("cuda").manual_seed(0), device="cuda")
-    number = torch.tensor([0.7], dtype=torch.float64, device="cuda")
-    first = sample(logits, number, 1.0, 0, 0.95, 0.0)
+    one = torch.ones(1, dtype=torch.int64, device="cuda")
+    first = draw(logits, one, one, 1.0, 0, 0.95, 0.0)
     for _ in range(300):
-        assert all(torch.equal(a, b) for a, b in zip(first, sample(logits, number, 1.0, 0, 0.95, 0.0), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, draw(logits, one, one, 1.0, 0, 0.95, 0.0), strict=True))
 
 
 def test_updates_in_place_reach_captured_graphs_and_moved_tensors_are_refused(tmp_path: Path) -> None:

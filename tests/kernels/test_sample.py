@@ -88,6 +88,14 @@ def test_the_repetition_penalty_is_that_of_transformers() -> None:
     assert torch.allclose(penalize(logits, seen, 1.3), judge)
 
 
+def test_of_equals_all_are_kept_or_none() -> None:
+    logits = torch.tensor([2.0, 0.0, 1.0, 1.0, 0.0, 1.0]).log_softmax(-1)[None]
+    assert filtered(logits, 2, 1.0, 0.0)[0].isfinite().tolist() == [True, False, True, True, False, True]
+    share = float(logits[0, 0].exp())
+    assert filtered(logits, 0, share - 0.01, 0.0)[0].isfinite().sum() == 1
+    assert filtered(logits, 0, share + 0.01, 0.0)[0].isfinite().sum() == 4
+
+
 def test_filters_keep_at_least_the_most_likely() -> None:
     logits = torch.randn(4, 30)
     kept = filtered(logits, 1, 1e-9, 1.0)

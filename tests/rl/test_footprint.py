@@ -172,10 +172,10 @@ def test_a_margin_is_counted() -> None:
 
 
 @pytest.mark.parametrize("base", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("penalty", [False, True])
 def test_a_run_leaves_beside_its_cache_what_the_plan_counts(
-    base: str, filters: bool, make_checkpoint: Callable[..., Path]
+    base: str, penalty: bool, make_checkpoint: Callable[..., Path]
 ) -> None:
     folder = make_checkpoint("qwen2")
-    parts = footprint(shape_of(str(folder)), workload(base=base, sequences=7, longest=100, filters=filters))
-    assert room_beside(loaded(folder, base, LoraSettings()), 700, 7, filters) == parts.prefill + parts.workspace
+    parts = footprint(shape_of(str(folder)), workload(base=base, sequences=7, longest=100, penalty=penalty))
+    assert room_beside(loaded(folder, base, LoraSettings()), 700, 7, penalty) == parts.prefill + parts.workspace
