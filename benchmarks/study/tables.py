@@ -71,10 +71,19 @@ FIVE = {
     "NVFP4 + AQN": {"base": "nvfp4", "noise.schedule": "exponential", "noise.sigma_start": 1e-2},
     "NVFP4 + entropy-targeted AQN": {"base": "nvfp4", "noise.schedule": "entropy"},
 }
+PAIRS = [
+    ("NVFP4 + LoRA", "bf16 + LoRA"),
+    ("NF4 + LoRA (QLoRA)", "bf16 + LoRA"),
+    ("NVFP4 + LoRA", "NF4 + LoRA (QLoRA)"),
+    ("NVFP4 + AQN", "NVFP4 + LoRA"),
+    ("NVFP4 + entropy-targeted AQN", "NVFP4 + LoRA"),
+    ("NVFP4 + AQN", "bf16 + LoRA"),
+]
 COLLAPSE = 0.1  # reward
 PAPERS_RATE = {"bf16 + LoRA": 5e-6}  # others 1e-5
 
 Measure = Callable[[Run], float]
+Measures = dict[str, tuple[Measure, str]]  # a table's columns: what, and how it is written
 
 
 def reward_of_all(run: Run) -> float:
@@ -122,13 +131,20 @@ def collapsed(run: Run) -> float:
     return float(run.at_end("reward") < COLLAPSE)
 
 
+def pass_at_1(run: Run) -> float:
+    """Of the same samples as pass@8."""
+    return 100 * float(run.pass8["pass@1"]["value"]) if run.pass8 else math.nan
+
+
 def pass_at_8(run: Run) -> float:
-    return 100 * float(run.pass8["pass@8"]["value"]) if run.pass8 else float("nan")
+    return 100 * float(run.pass8["pass@8"]["value"]) if run.pass8 else math.nan
 
 
-def arms_table(
-    runs: list[Run], arms: dict[str, dict[str, Any]], measures: dict[str, tuple[Measure, str]], compared: str = ""
-) -> str:
+def gain(run: Run) -> float:
+    return held_out(run) - held_out_before(run)
+
+
+def arms_table(runs: list[Run], arms: dict[str, dict[str, Any]], measures: Measures, compared: str = "") -> str:
     """A row an arm: the mean over seeds of each measure, and of the one `compared` the difference to the first arm,
     seed by seed, with its 95 % interval."""
     first = next(iter(arms))
@@ -152,9 +168,28 @@ def arms_table(
 
 
 def mean_cell(values: Iterable[float], form: str) -> str:
-    """Of the runs that have it: pass@8 needs an adapter that is still there."""
-    found = [value for value in values if not math.isnan(value)]
-    return format(mean(found), form) if found else "not measured"
+    """Of the runs that have it, and how many where not all do: pass@8 needs an adapter that is still there."""
+    every = list(values)
+    found = [value for value in every if not math.isnan(value)]
+    if not found:
+        return "not measured"
+    return format(mean(found), form) + (f" ({len(found)} seeds)" if len(found) < len(every) else "")
+
+
+def differences_table(
+    runs: list[Run], arms: dict[str, dict[str, Any]], pairs: Sequence[tuple[str, str]], measures: Measures
+) -> str:
+    """A row a pair of arms: one less the other, seed by seed, with the 95 % interval and how many seeds both have."""
+    rows = []
+    for one, other in pairs:
+        cells = [f"{one} less {other}"]
+        for measure, form in measures.values():
+            values = paired(*([run for run in runs if run.is_of(arms[name])] for name in (one, other)), measure)
+            spread = interval([value for value in values if not math.isnan(value)])
+            count = sum(not math.isnan(value) for value in values)
+            cells.append(f"{spread[0]:+{form}} ± {spread[1]:{form}} ({count})" if spread else "not measured")
+        rows.append(cells)
+    return markdown(["", *measures], rows)
 
 
 def rates_table(runs: list[Run], rates: Sequence[float], arms: dict[str, dict[str, Any]]) -> str:
@@ -213,13 +248,15 @@ def five_arms(papers: bool) -> dict[str, dict[str, Any]]:
 
 
 def gsm8k_table(runs: list[Run], papers: bool) -> str:
-    measures: dict[str, tuple[Measure, str]] = {
+    measures: Measures = {
         "greedy before, %": (held_out_before, ".1f"),
         "after, %": (held_out, ".1f"),
+        "sampled after, %": (pass_at_1, ".1f"),
         "pass@8, %": (pass_at_8, ".1f"),
         "reward, all steps": (reward_of_all, ".3f"),
+        "last 5": (reward_at_end, ".3f"),
         "entropy, step 1": (entropy_at_start, ".3f"),
-        "last 5": (entropy_at_end, ".3f"),
+        "entropy, last 5": (entropy_at_end, ".3f"),
         "least ESS": (least_sample_size, ".3f"),
     }
     return arms_table(runs, five_arms(papers), measures, "after, %")
@@ -231,7 +268,6 @@ def alike(runs: list[Run], *keys: str) -> list[Run]:
     return [run for run in runs if run.is_of({key: recipe[key] for key in keys or recipe})]
 
 
-Measures = dict[str, tuple[Measure, str]]
 RISE: Measures = {"all steps": (reward_of_all, ".3f"), "last 5": (reward_at_end, ".3f")}
 BEFORE: Measures = {"held out before, %": (held_out_before, ".1f")}
 AFTER: Measures = {"held out after, %": (held_out, ".1f")}
@@ -243,6 +279,14 @@ ENTROPIES: Measures = {
 }
 STABILITY: Measures = {"best step": (best_reward, ".3f"), "collapsed": (collapsed, ".0%")}
 WEIGHTS: Measures = {"least ESS": (least_sample_size, ".3f"), "largest weight": (largest_weight, ".1f")}
+DIFFERENCES: Measures = {
+    "greedy after, %": (held_out, ".1f"),
+    "gain, %": (gain, ".1f"),
+    "pass@8, %": (pass_at_8, ".1f"),
+    "reward, all steps": (reward_of_all, ".3f"),
+    "last 5": (reward_at_end, ".3f"),
+    "entropy, all steps": (entropy_of_all, ".3f"),
+}
 NOISY: Measures = RISE | ENTROPY | WEIGHTS | AFTER
 
 
@@ -252,6 +296,7 @@ def tables() -> dict[str, str]:
     gsm8k, sums = read_runs(RESULTS / "gsm8k.jsonl.xz"), read_runs(RESULTS / "sums.jsonl.xz")
     made = {
         "entropy by format": entropy_table(RESULTS / "entropy_tiny.jsonl.xz"),
+        "entropy by format, 0.5B": entropy_table(RESULTS / "entropy_gsm8k.jsonl.xz"),
         "entropy in training": arms_table(tiny, FORMATS, ENTROPIES, "all steps"),
         "reward by format": arms_table(tiny, FORMATS, RISE, "all steps"),
         "accuracy by format": arms_table(tiny, FORMATS, BEFORE | AFTER, "held out after, %"),
@@ -269,6 +314,7 @@ def tables() -> dict[str, str]:
         "whole steps": step_table(),
         "memory": memory_table(),
         "gsm8k, equal learning rate": gsm8k_table(gsm8k, papers=False),
+        "gsm8k, equal learning rate, differences": differences_table(gsm8k, five_arms(False), PAIRS, DIFFERENCES),
         "gsm8k, the paper's learning rates": gsm8k_table(gsm8k, papers=True),
     }
     return made | (sums_tables(sums) if sums else {})
