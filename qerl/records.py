@@ -54,6 +54,12 @@ class Sampling:
                 raise ValueError(f"{rule}.")
 
 
+def require_temperature(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
+    """For commands: who asks for filters means to sample."""
+    if temperature == 0 and (top_p, top_k, min_p) != (1.0, 0, 0.0):
+        raise ValueError("At temperature 0 the likeliest token is taken, whatever the filters: give a temperature too.")
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sample, as it was drawn. Training uses these ids; nothing is tokenized again."""

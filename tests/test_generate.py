@@ -65,8 +65,11 @@ def test_sampling_takes_only_the_likeliest_tokens_if_asked(folder: Path, tmp_pat
 
     greedy = tokens("greedy", "--temperature", 0)
     assert tokens("k", "--top-k", 1) == tokens("p", "--top-p", 1e-6) == greedy != tokens("all")
+    assert tokens("m", "--min-p", 1) == greedy
     wrong = command(*words, 8, "--top-p", 0)
     assert wrong.stderr == "error: top_p must be above 0 and at most 1.\n"  # no Loading
+    idle = command(*words, 8, "--top-p", 0.9, "--temperature", 0)
+    assert idle.stderr.startswith("error: At temperature 0 the likeliest token is taken")
 
 
 def test_an_unknown_base_is_refused_before_anything_is_looked_for() -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import json
-import lzma
 import re
 import shlex
 from pathlib import Path
@@ -49,6 +48,7 @@ def test_intervals_are_students_and_pairs_go_by_seed(script) -> None:
     middle, half = measures.interval([1.0, 2.0, 3.0])
     assert (middle, half) == (2.0, pytest.approx(2.4841, abs=1e-3))  # 4.303 / sqrt 3
     assert measures.interval([1.0]) is None
+    assert [measures.students(n) for n in (4, 20, 40)] == pytest.approx([2.776, 2.086, 2.021], abs=1e-3)
 
     def run(seed: int, reward: float):
         return measures.Run("", {"seed": seed}, None, [{"reward": reward}, {"reward": None}], [])
@@ -104,12 +104,18 @@ def test_finished_runs_are_sampled_eight_times_a_question(
         *("max_steps=1", "eval_size=0", "prompts_per_step=2", "num_generations=2", "max_completion_length=8"),
     ]
     qerl.train(load_config(STUDY / "sums.yaml", words))
-    monkeypatch.setattr("sys.argv", ["evaluate.py", str(tmp_path / "runs"), "--limit", "2"])
-    for _ in range(2):  # what is complete is not done again
+    for folder in ("runs", "runs/one"):  # what is complete is not done again
+        monkeypatch.setattr("sys.argv", ["evaluate.py", str(tmp_path / folder), "--limit", "2"])
         script("evaluate").main()
-    results = json.loads((tmp_path / "runs" / "one" / "pass8" / "results.json").read_text())
+    results = json.loads((tmp_path / "runs" / "one" / "pass8-first-2" / "results.json").read_text())
     assert results["tasks"]["gsm8k"].keys() >= {"pass@1", "pass@8", "maj@8"}
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("one ")] == ["one"]
+    assert not (tmp_path / "runs" / "one" / "pass8").exists()  # which would count as all questions'
+    said = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.startswith("one ")]
+    assert said == [["one", '{"questions":'], ["one", "is"]]
+    monkeypatch.setattr("sys.argv", ["evaluate.py", str(tmp_path / "sums")])
+    with pytest.raises(SystemExit):
+        script("evaluate").main()
+    assert "no finished LoRA run is there" in capsys.readouterr().err
 
 
 def test_pieces_are_joined_in_order(script, tmp_path: Path) -> None:
@@ -120,12 +126,35 @@ def test_pieces_are_joined_in_order(script, tmp_path: Path) -> None:
     assert digest == hashlib.sha256(b"aaabbb").hexdigest()
 
 
+def test_runs_of_another_length_and_runs_that_are_there_twice_are_refused(script) -> None:
+    def header(name: str, **changed: object):
+        return {"run": name, "settings": {"model": "tiny", "task": "sums", "max_steps": 20, "seed": 0} | changed}
+
+    require = script("collect").require_one_study
+    require([header("a/0"), {"run": "a/0", "step": 1}, header("a/1", seed=1)])
+    with pytest.raises(ValueError, match="b/1 has max_steps=12, others 20"):
+        require([header("a/0"), header("b/1", max_steps=12)])
+    with pytest.raises(ValueError, match="a/0 and b/0 have the same settings"):
+        require([header("a/0"), header("b/0")])
+
+
+def test_entropies_that_can_not_be_had_leave_earlier_ones_alone(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "entropy.jsonl.xz"
+    script("measures").write_lines(out, [{"format": "bf16"}])
+    monkeypatch.setattr("sys.argv", ["entropy.py", str(out), "--model", str(tmp_path / "none")])
+    with pytest.raises(ValueError, match="There is no folder"):
+        script("entropy").main()
+    assert script("measures").read_lines(out) == [{"format": "bf16"}]
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
 def test_a_collected_run_reads_back_as_it_was_without_its_folders(script, tmp_path: Path) -> None:
     lines = [{"step": 0, "eval_reward": 0.5}, {"step": 1, "reward": 0.25}]
     settings = {"seed": 3, "model": "/weights/small", "output_dir": "/runs/one", "data_dir": None, "base": "nf4"}
-    text = "".join(json.dumps(x) + "\n" for x in script("collect").run_lines(Run(tmp_path / "one", settings, lines)))
     path = tmp_path / "runs.jsonl.xz"
-    path.write_bytes(lzma.compress(text.encode()))
+    script("measures").write_lines(path, script("collect").run_lines(Run(tmp_path / "one", settings, lines), None))
     (run,) = script("measures").read_runs(path)
     assert run.settings == {"seed": 3, "model": "small", "base": "nf4"}
     assert (run.seed, run.steps, run.evals) == (3, lines[1:], lines[:1])

@@ -1,4 +1,4 @@
-"""Entropy of a model before any training, by format: `python benchmarks/study/entropy.py OUT.jsonl [--model M] ...`.
+"""Entropy of a model before any training, by format: `python benchmarks/study/entropy.py OUT.jsonl.xz [--model M] ...`.
 
 Every format answers the same held-out prompts at temperature 1. Two entropies a prompt, in nats a token: `own`, along
 what the format itself sampled (what training logs), and `same`, along what the 16-bit weights sampled, so that formats
@@ -8,13 +8,12 @@ comes NVFP4 with AQN's noise on the norms' gains, in as many draws of each sigma
 """
 
 import argparse
-import json
-import lzma
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import torch
+from measures import write_lines
 
 from qerl.generate import encode, engine_for, load_tokenizer, stop_ids
 from qerl.model.decoder import Decoder
@@ -76,7 +75,7 @@ def entropies(model: Decoder, prompts: list[tuple[int, ...]], samples: list[Comp
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="JSON Lines, one a format and prompt; .xz is compressed")
+    parser.add_argument("out", type=Path, help="compressed JSON Lines (.jsonl.xz), one a format and prompt")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--task", default="arithmetic")
     parser.add_argument("--data-dir", type=Path)
@@ -87,6 +86,10 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=5, help="of the sham, and of each sigma")
     parser.add_argument("--sigmas", type=float, nargs="*", default=[1e-2, 5e-2, 5e-1], help="of AQN's noise")
     asked = parser.parse_args()
+    if min(asked.prompts, asked.samples, asked.max_tokens, asked.draws) < 1:
+        parser.error("--prompts, --samples, --max-tokens and --draws must be at least 1.")
+    if not asked.out.parent.is_dir():
+        parser.error(f"There is no folder {asked.out.parent}.")
 
     folder = resolve(asked.model)
     tokenizer = load_tokenizer(folder)
@@ -102,16 +105,17 @@ def main() -> None:
     )
     lengths = [len(ids) for ids in prompts for _ in range(asked.samples)]
     reference: list[Completion] = []
-    with (lzma.open if asked.out.suffix == ".xz" else open)(asked.out, "wt") as file:
-        for name, model in models:
-            samples = engine_for(model, tokenizer, lengths, asked.max_tokens).generate(requests, sampling)
-            reference = reference or samples  # of bf16, which comes first
-            own, same = (entropies(model, prompts, drawn) for drawn in (samples, reference))
-            for i in range(len(prompts)):
-                line = {"format": name, "prompt": i, "own": own[i][0] / own[i][1], "own_tokens": own[i][1]}
-                file.write(json.dumps(line | {"same": same[i][0] / same[i][1], "same_tokens": same[i][1]}) + "\n")
-            total = [sum(s for s, _ in x) / sum(n for _, n in x) for x in (own, same)]
-            print(f"{name:12} own {total[0]:.4f}  same {total[1]:.4f}", flush=True)  # noqa: T201
+    lines = []
+    for name, model in models:
+        samples = engine_for(model, tokenizer, lengths, asked.max_tokens).generate(requests, sampling)
+        reference = reference or samples  # of bf16, which comes first
+        own, same = (entropies(model, prompts, drawn) for drawn in (samples, reference))
+        for i in range(len(prompts)):
+            line = {"format": name, "prompt": i, "own": own[i][0] / own[i][1], "own_tokens": own[i][1]}
+            lines.append(line | {"same": same[i][0] / same[i][1], "same_tokens": same[i][1]})
+        total = [sum(s for s, _ in x) / sum(n for _, n in x) for x in (own, same)]
+        print(f"{name:12} own {total[0]:.4f}  same {total[1]:.4f}", flush=True)  # noqa: T201
+    write_lines(asked.out, lines)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 FOLDER is then the data_dir of benchmarks/study/sums.yaml: its gsm8k_train.jsonl and gsm8k_test.jsonl are these sums.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 HELD_OUT = 1000
@@ -22,5 +22,13 @@ def write_sums(folder: Path) -> None:
         (folder / f"gsm8k_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    write_sums(folder)
+    print(f"{folder}: gsm8k_train.jsonl and gsm8k_test.jsonl, {HELD_OUT} held out")  # noqa: T201
+
+
 if __name__ == "__main__":
-    write_sums(Path(sys.argv[1]))
+    main()

@@ -4,6 +4,7 @@ A table stands in the page between `<!-- NAME -->` and `<!-- end -->` and is wri
 hand.
 """
 
+import argparse
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -372,6 +373,7 @@ def draw(runs: list[Run], arms: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PAGE.write_text(filled(PAGE.read_text(), tables()))
     tiny = alike(read_runs(RESULTS / "tiny.jsonl.xz"))
     for name, arms in {"formats": FORMATS, "rates": RATES, "noise": NOISE}.items():

@@ -49,9 +49,14 @@ def main() -> None:
     parser.add_argument("--sha256", help="of the whole file; others are refused")
     parser.add_argument("--tie", action="store_true", help="head and embedding are one matrix")
     asked = parser.parse_args()
+    if missing := [str(piece) for piece in asked.pieces if not piece.is_file()]:
+        parser.error(f"There is no file {', '.join(missing)}.")
+    with open(asked.pieces[0], "rb") as file:
+        if file.read(4) != b"GGUF":
+            parser.error(f"{asked.pieces[0]} does not begin as a GGUF file does. Are the pieces in order?")
     with tempfile.TemporaryDirectory() as folder:
         found = join(asked.pieces, Path(folder) / "model.gguf")
-        if asked.sha256 not in (None, found):
+        if asked.sha256 and asked.sha256.lower() != found:
             parser.error(f"The pieces make a file with SHA-256 {found}, not {asked.sha256}. Is one missing?")
         convert(Path(folder), "model.gguf", asked.out, asked.tie)
     print(f"{asked.out}: from a file with SHA-256 {found}")  # noqa: T201

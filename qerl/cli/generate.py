@@ -28,6 +28,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
     top_p: Annotated[float, typer.Option(help="Nucleus; 1 is off.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 is off.", min=0)] = 0,
+    min_p: Annotated[float, typer.Option(help="Of the most likely token's probability; 0 is off.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write rows to this JSONL file instead of the screen.")] = None,
     cache_blocks: Annotated[
@@ -44,9 +45,10 @@ def generate(
         problem = "exists. Name a new file, or remove it" if out.exists() else "lies in no folder. Make the folder"
         raise ValueError(f"{out} {problem} first.")
     from qerl import generate as tool
-    from qerl.records import Sampling
+    from qerl.records import Sampling, require_temperature
 
-    asked = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    require_temperature(temperature, top_p, top_k, min_p)
+    asked = Sampling(max_tokens, temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
 
     prompts: list[tool.Prompt] = tool.read_prompts(file) if file else [prompt or ""]
     job = tool.Job(model, prompts, n, base, adapter, dtype, device, cache_blocks, kv_cache_dtype)

@@ -10,6 +10,7 @@ from typing import Any
 from qerl.model.adapter import CONFIG, WEIGHTS, read_settings
 from qerl.model.loader import architecture_in, require_base
 from qerl.quant.checkpoint import resolve
+from qerl.records import require_temperature
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Job:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     max_tokens: int = 1024
     seed: int = 0
     limit: int | None = None  # only the first questions of each task
@@ -44,6 +46,7 @@ class Job:
             raise ValueError("k and limit must be at least 1.")
         if self.k > 1 and self.temperature == 0:
             raise ValueError(f"Greedy samples are all the same: give a temperature for k={self.k}, or drop k.")
+        require_temperature(self.temperature, self.top_p, self.top_k, self.min_p)
 
     def settings(self) -> dict[str, Any]:
         """What the results depend on. Other tasks, more questions or more samples add to a folder of results; anything
@@ -58,6 +61,7 @@ class Job:
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            **({"min_p": self.min_p} if self.min_p else {}),
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "system_prompt": self.system_prompt,

@@ -51,6 +51,7 @@ class Evaluation:
             temperature=job.temperature,
             top_p=job.top_p,
             top_k=job.top_k,
+            min_p=job.min_p,
             seed=job.seed,
             noise=False,
         )

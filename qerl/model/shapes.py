@@ -106,6 +106,7 @@ def shape_named(name: str) -> Shape:
 # Hub ids without -Instruct -> shapes.
 HUB_IDS = {
     **{f"Qwen/Qwen2.5-{size}B": f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
+    "Qwen/Qwen2.5-Coder-0.5B": "qwen2.5-0.5b",
     **{f"Qwen/Qwen3-{size}B": f"qwen3-{size}b" for size in ("4", "8")},
     "meta-llama/Llama-3.1-8B": "llama-3.1-8b",
     "HuggingFaceTB/SmolLM2-135M": "smollm2-135m",

@@ -19,7 +19,7 @@ from qerl.config import ConfigError
 from qerl.errors import Interrupted
 from qerl.metrics import read_metrics
 from qerl.quant.partial import locked, writable, write_json
-from qerl.rl.folder import CONFIG, METRICS, require_same
+from qerl.rl.folder import CHECKPOINTS, CONFIG, METRICS, require_same
 from qerl.sweep.grid import Grid, Point
 
 LISTING = "sweep.json"
@@ -71,6 +71,12 @@ def read_outcomes(grid: Grid) -> list[Outcome]:
                 require_same(point.config, folder)
             except ConfigError as error:
                 raise ConfigError(f"{folder} was begun with other settings. {error}") from error
+        most, done = point.config.max_steps, (_last_line(folder / METRICS) or {}).get("step", 0)
+        if 0 <= most < done:
+            raise ConfigError(
+                f"{folder} has {done} steps, more than max_steps={most}: runs of one sweep should be as long. "
+                "Name another output_dir, or more steps."
+            )
         entry = listed.get(point.name, {})
         same = entry.get("length") == _length(point) and (folder / METRICS).is_file()
         finished = same and entry.get("status") == DONE
@@ -116,10 +122,12 @@ def _wait(process: subprocess.Popen[bytes], grid: Grid, metrics: Path, on_line: 
             asked += 1  # the run breaks its update off at a second one; a third ends it without asking
             process.send_signal(signal.SIGINT if asked < 3 else signal.SIGKILL)
     if asked:
+        saved = any((metrics.parent / CHECKPOINTS).glob("*"))
+        kept, then = ("saved what it had", "resumes") if saved else ("had nothing to save yet", "starts over")
         begun = any(_last_line(grid.folder / point.name / METRICS) for point in grid.points)
         raise Interrupted(
-            f"Interrupted; {metrics.parent.name} saved what it had. Run the same command again to go on: finished runs "
-            "are skipped, and this one resumes."
+            f"Interrupted; {metrics.parent.name} {kept}. Run the same command again to go on: finished runs are "
+            f"skipped, and this one {then}."
             + (f" `qerl compare {grid.folder}` shows what is there." if begun else " No run has finished a step yet.")
         ) from KeyboardInterrupt()
 

@@ -170,7 +170,8 @@ def test_other_settings_do_not_mix_into_a_folder_of_results(job: Job, tmp_path: 
         ({"model": "run"}, "name the model it was trained on"),
         ({"tasks": ("mine.jsonl",)}, "brings no reward"),
         ({"tasks": ("mine.jsonl",), "reward": "nothing"}, "no reward 'nothing'"),
-        ({"top_p": 2.0}, "top_p must be"),
+        ({"top_p": 2.0, "temperature": 1.0}, "top_p must be"),
+        ({"min_p": 0.1}, "whatever the filters: give a temperature"),
         ({"base": "full"}, "There is no base .full.; choose one of bf16"),
     ],
 )

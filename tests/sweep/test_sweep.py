@@ -43,6 +43,10 @@ def test_a_failing_run_is_reported_and_the_others_go_on(tmp_path: Path, capsys: 
     assert read_outcomes(longer)[0].status == "waiting"
     assert train_command(longer, longer.points[0])[:2] == ["train", "--resume"]
     assert "max_steps=2" in train_command(longer, longer.points[0])
+    # A shorter one would leave runs of two lengths.
+    (tmp_path / "sweep" / good["name"] / "metrics.jsonl").write_text('{"step": 3}\n')
+    with pytest.raises(ConfigError, match="has 3 steps, more than max_steps=2"):
+        read_outcomes(longer)
     # Other settings in the same folder are another sweep.
     with pytest.raises(ConfigError, match="was begun with other settings"):
         read_outcomes(make_grid(default_recipe(), [*words, "lora_r=4"]))
