@@ -80,6 +80,7 @@ PAIRS = [
     ("NVFP4 + entropy-targeted AQN", "NVFP4 + LoRA"),
     ("NVFP4 + AQN", "bf16 + LoRA"),
 ]
+FEW = 6  # arms of a picture whose bands can still be told apart
 COLLAPSE = 0.1  # reward
 PAPERS_RATE = {"bf16 + LoRA": 5e-6}  # others 1e-5
 
@@ -349,7 +350,7 @@ def filled(page: str, made: dict[str, str]) -> str:
 
 
 def draw(runs: list[Run], arms: dict[str, dict[str, Any]], path: Path) -> None:
-    """Reward and entropy by step: the mean over seeds, and the range as a band."""
+    """Reward and entropy by step: the mean over seeds, and the range as a band where arms are few."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.9), layout="constrained")
@@ -363,7 +364,9 @@ def draw(runs: list[Run], arms: dict[str, dict[str, Any]], path: Path) -> None:
                 at.setdefault(line["step"], []).append(line[key])
             steps, colour = sorted(at), f"C{number}"
             axes.plot(steps, [mean(at[s]) for s in steps], color=colour, label=f"{label} ({len(found)})")
-            axes.fill_between(steps, [min(at[s]) for s in steps], [max(at[s]) for s in steps], color=colour, alpha=0.1)
+            if len(arms) <= FEW:
+                least, most = ([of(at[s]) for s in steps] for of in (min, max))
+                axes.fill_between(steps, least, most, color=colour, alpha=0.1)
         axes.set_title("reward, sampled" if key == "reward" else "entropy, nats a token", fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
