@@ -133,6 +133,11 @@ def collapsed(run: Run) -> float:
     return float(run.at_end("reward") < COLLAPSE)
 
 
+def worse(run: Run) -> float:
+    """1 if training has made it worse."""
+    return float(held_out(run) < held_out_before(run))
+
+
 def pass_at_1(run: Run) -> float:
     """Of the same samples as pass@8."""
     return 100 * float(run.pass8["pass@1"]["value"]) if run.pass8 else math.nan
@@ -279,7 +284,7 @@ ENTROPIES: Measures = {
     "all steps": (entropy_of_all, ".3f"),
     "last 5": (entropy_at_end, ".3f"),
 }
-STABILITY: Measures = {"best step": (best_reward, ".3f"), "collapsed": (collapsed, ".0%")}
+STABILITY: Measures = {"best step": (best_reward, ".3f"), "collapsed": (collapsed, ".0%"), "worse": (worse, ".0%")}
 WEIGHTS: Measures = {"least ESS": (least_sample_size, ".3f"), "largest weight": (largest_weight, ".1f")}
 DIFFERENCES: Measures = {
     "greedy after, %": (held_out, ".1f"),
