@@ -57,6 +57,18 @@ def test_intervals_are_students_and_pairs_go_by_seed(script) -> None:
     assert found == [0.25, 0.25]
 
 
+def test_of_one_seed_there_is_a_difference_but_no_interval(script) -> None:
+    measures, arms = script("measures"), {name: {"arm": name} for name in "abc"}
+
+    def run(arm: str, seed: int, reward: float):
+        return measures.Run("", {"arm": arm, "seed": seed}, None, [{"reward": reward}], [])
+
+    runs = [run("a", 0, 0.5), run("a", 1, 1.0), run("b", 0, 0.25), run("b", 2, 9.0), run("c", 0, 1.0), run("c", 1, 1.0)]
+    table = script("tables").differences_table(runs, arms, [("a", "b"), ("a", "c")], {"reward": (_reward, ".2f")})
+    assert "| a less b | +0.25 (1) |" in table
+    assert "| a less c | -0.25 ± 3.18 (2) |" in table
+
+
 def _reward(run) -> float:
     return run.over_all("reward")
 

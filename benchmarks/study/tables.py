@@ -7,12 +7,27 @@ hand.
 import argparse
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import ablations
+from columns import (
+    AFTER,
+    BEFORE,
+    DIFFERENCES,
+    ENTROPIES,
+    ENTROPY,
+    GSM8K,
+    NOISY,
+    RISE,
+    STABILITY,
+    Measures,
+    held_out,
+    reward_at_end,
+    reward_of_all,
+)
 from measures import Run, bootstrap, interval, markdown, paired, read_lines, read_runs
 from speed import large_rank_table, memory_table, rank_table, speed_table, step_table
 
@@ -81,74 +96,7 @@ PAIRS = [
     ("NVFP4 + AQN", "bf16 + LoRA"),
 ]
 FEW = 6  # arms of a picture whose bands can still be told apart
-COLLAPSE = 0.1  # reward
 PAPERS_RATE = {"bf16 + LoRA": 5e-6}  # others 1e-5
-
-Measure = Callable[[Run], float]
-Measures = dict[str, tuple[Measure, str]]  # a table's columns: what, and how it is written
-
-
-def reward_of_all(run: Run) -> float:
-    return run.over_all("reward")
-
-
-def reward_at_end(run: Run) -> float:
-    return run.at_end("reward")
-
-
-def held_out(run: Run) -> float:
-    return 100 * float(run.evals[-1]["eval_accuracy"])
-
-
-def held_out_before(run: Run) -> float:
-    return 100 * float(run.evals[0]["eval_accuracy"])
-
-
-def entropy_of_all(run: Run) -> float:
-    return run.over_all("entropy")
-
-
-def entropy_at_end(run: Run) -> float:
-    return run.at_end("entropy")
-
-
-def entropy_at_start(run: Run) -> float:
-    return float(run.steps[0]["entropy"])
-
-
-def least_sample_size(run: Run) -> float:
-    return min(float(line["sampling/ess"]) for line in run.steps)
-
-
-def largest_weight(run: Run) -> float:
-    return max(float(line["sampling/importance_sampling_ratio/max"]) for line in run.steps)
-
-
-def best_reward(run: Run) -> float:
-    return max(float(line["reward"]) for line in run.steps)
-
-
-def collapsed(run: Run) -> float:
-    """1 if the run ends with hardly any reward."""
-    return float(run.at_end("reward") < COLLAPSE)
-
-
-def worse(run: Run) -> float:
-    """1 if training has made it worse."""
-    return float(held_out(run) < held_out_before(run))
-
-
-def pass_at_1(run: Run) -> float:
-    """Of the same samples as pass@8."""
-    return 100 * float(run.pass8["pass@1"]["value"]) if run.pass8 else math.nan
-
-
-def pass_at_8(run: Run) -> float:
-    return 100 * float(run.pass8["pass@8"]["value"]) if run.pass8 else math.nan
-
-
-def gain(run: Run) -> float:
-    return held_out(run) - held_out_before(run)
 
 
 def arms_table(runs: list[Run], arms: dict[str, dict[str, Any]], measures: Measures, compared: str = "") -> str:
@@ -186,15 +134,17 @@ def mean_cell(values: Iterable[float], form: str) -> str:
 def differences_table(
     runs: list[Run], arms: dict[str, dict[str, Any]], pairs: Sequence[tuple[str, str]], measures: Measures
 ) -> str:
-    """A row a pair of arms: one less the other, seed by seed, with the 95 % interval and how many seeds both have."""
+    """A row a pair of arms: one less the other, seed by seed, with the 95 % interval (of one seed there is none) and
+    how many seeds both have."""
     rows = []
     for one, other in pairs:
         cells = [f"{one} less {other}"]
         for measure, form in measures.values():
             values = paired(*([run for run in runs if run.is_of(arms[name])] for name in (one, other)), measure)
-            spread = interval([value for value in values if not math.isnan(value)])
-            count = sum(not math.isnan(value) for value in values)
-            cells.append(f"{spread[0]:+{form}} ± {spread[1]:{form}} ({count})" if spread else "not measured")
+            found = [value for value in values if not math.isnan(value)]
+            spread = interval(found)
+            width = f" ± {spread[1]:{form}}" if spread else ""
+            cells.append(f"{mean(found):+{form}}{width} ({len(found)})" if found else "not measured")
         rows.append(cells)
     return markdown(["", *measures], rows)
 
@@ -255,46 +205,13 @@ def five_arms(papers: bool) -> dict[str, dict[str, Any]]:
 
 
 def gsm8k_table(runs: list[Run], papers: bool) -> str:
-    measures: Measures = {
-        "greedy before, %": (held_out_before, ".1f"),
-        "after, %": (held_out, ".1f"),
-        "sampled after, %": (pass_at_1, ".1f"),
-        "pass@8, %": (pass_at_8, ".1f"),
-        "reward, all steps": (reward_of_all, ".3f"),
-        "last 5": (reward_at_end, ".3f"),
-        "entropy, step 1": (entropy_at_start, ".3f"),
-        "entropy, last 5": (entropy_at_end, ".3f"),
-        "least ESS": (least_sample_size, ".3f"),
-    }
-    return arms_table(runs, five_arms(papers), measures, "after, %")
+    return arms_table(runs, five_arms(papers), GSM8K, "after, %")
 
 
 def alike(runs: list[Run], *keys: str) -> list[Run]:
     """Those that have the recipe's rank and profile of noise, or what of these is named: tables of other things."""
     recipe = {"lora_r": 16, "noise.profile": "uniform"}
     return [run for run in runs if run.is_of({key: recipe[key] for key in keys or recipe})]
-
-
-RISE: Measures = {"all steps": (reward_of_all, ".3f"), "last 5": (reward_at_end, ".3f")}
-BEFORE: Measures = {"held out before, %": (held_out_before, ".1f")}
-AFTER: Measures = {"held out after, %": (held_out, ".1f")}
-ENTROPY: Measures = {"entropy": (entropy_of_all, ".3f")}
-ENTROPIES: Measures = {
-    "step 1": (entropy_at_start, ".3f"),
-    "all steps": (entropy_of_all, ".3f"),
-    "last 5": (entropy_at_end, ".3f"),
-}
-STABILITY: Measures = {"best step": (best_reward, ".3f"), "collapsed": (collapsed, ".0%"), "worse": (worse, ".0%")}
-WEIGHTS: Measures = {"least ESS": (least_sample_size, ".3f"), "largest weight": (largest_weight, ".1f")}
-DIFFERENCES: Measures = {
-    "greedy after, %": (held_out, ".1f"),
-    "gain, %": (gain, ".1f"),
-    "pass@8, %": (pass_at_8, ".1f"),
-    "reward, all steps": (reward_of_all, ".3f"),
-    "last 5": (reward_at_end, ".3f"),
-    "entropy, all steps": (entropy_of_all, ".3f"),
-}
-NOISY: Measures = RISE | ENTROPY | WEIGHTS | AFTER
 
 
 def tables() -> dict[str, str]:

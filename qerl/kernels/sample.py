@@ -56,7 +56,7 @@ def filtered(scaled_SV: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
     if top_p < 1.0:
         ordered = scaled_SV.sort(dim=-1, descending=True).values
         p = ordered.double().softmax(-1)
-        before = _cumulative(p) - p  # mass of the more likely tokens
+        before = p.cumsum(-1) - p  # mass of the more likely tokens
         smallest = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
         scaled_SV = scaled_SV.masked_fill(scaled_SV < smallest, -torch.inf)
     if min_p > 0.0:
@@ -88,15 +88,8 @@ def sample(
         kept_SV = torch.log_softmax(scaled_SV, dim=-1)
     else:
         kept_SV = torch.log_softmax(filtered(scaled_SV, top_k, top_p, min_p), dim=-1)
-        cumulative_SV = _cumulative(kept_SV.double().exp())
+        cumulative_SV = kept_SV.double().exp().cumsum(-1)
         mark_S1 = uniforms_S.double()[:, None] * cumulative_SV[:, -1:]
         tokens_S = torch.searchsorted(cumulative_SV, mark_S1, right=True)[:, 0].clamp_(max=logits_SV.shape[1] - 1)
     at_S1 = tokens_S[:, None]
     return tokens_S, kept_SV.gather(1, at_S1)[:, 0], own_SV.gather(1, at_S1)[:, 0]
-
-
-def _cumulative(p_SV: Tensor) -> Tensor:
-    """Running sums along a row. On a GPU a single row would be scanned in an order that varies from run to run."""
-    if p_SV.is_cuda and len(p_SV) == 1:
-        return p_SV.expand(2, -1).cumsum(-1)[:1]
-    return p_SV.cumsum(-1)

@@ -106,10 +106,18 @@ def test_nan_comes_out_as_nan_and_harms_no_other_row(temperature: float) -> None
     assert logprobs.isnan().tolist() == [False, True, True, False]
     assert tokens[[0, 3]].tolist() == judge[[0, 3]].tolist()
     assert 0 <= int(tokens.min()) <= int(tokens.max()) < 5000
-    if temperature:
-        tokens, *both = filtering(logits, *numbers(4), temperature, 50, 0.9, 0.01, None)
+    for rules in ((50, 0.9, 0.01), (0, 0.9, 0.0)) if temperature else ():
+        tokens, *both = filtering(logits, *numbers(4), temperature, *rules, None)
         assert all(logprobs.isnan().tolist() == [False, True, True, False] for logprobs in both)
         assert 0 <= int(tokens.min()) <= int(tokens.max()) < 5000
+
+
+@pytest.mark.parametrize("rules", [PLAIN[:3], FILTERS["all"]])
+def test_log_probs_of_large_logits_are_not_rounded(rules: tuple[int, float, float]) -> None:
+    logits = torch.full((2, 5000), -30.0, device=DEVICE)
+    logits[:, [7, 4500]] = 30.0
+    for found in filtering(logits, *numbers(2), 0.001, *rules, None)[1:]:
+        assert torch.allclose(found, torch.tensor(0.5, device=DEVICE).log(), atol=1e-6)
 
 
 @pytest.mark.gpu

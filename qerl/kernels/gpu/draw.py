@@ -77,11 +77,11 @@ def _pick(
     row = tl.program_id(0).to(tl.int64)
     which = tl.arange(0, MOST)
     peak_of, weight, peak, running, total = _totals(peaks, sums, row, chunks, MOST)
-    level = peak + tl.log(total.to(tl.float32))
+    spread = tl.log(total.to(tl.float32))  # taken off last: beside a large peak it would be rounded away
     if GREEDY:
         chunk = tl.min(tl.where(peak_of == peak, which, MOST - 1), 0)
         token = tl.load(best + row * chunks + tl.minimum(chunk, chunks - 1))
-        tl.store(logprobs + row, peak - level)
+        tl.store(logprobs + row, 0.0 - spread)
     else:
         number = _uniform(tl.load(keys + row * key_stride), tl.load(drawn + row * drawn_stride))
         mark = number * total
@@ -98,7 +98,7 @@ def _pick(
         place = tl.min(tl.where(tl.cumsum(p, 0) > rest, at, CHUNK), 0)
         place = tl.where(place == CHUNK, tl.max(tl.where(p > 0, at, 0), 0), place)
         token = tl.minimum(chunk * CHUNK + place, vocab - 1)
-        tl.store(logprobs + row, tl.sum(tl.where(at == place, z, 0.0), 0) - level)
+        tl.store(logprobs + row, tl.sum(tl.where(at == place, z, 0.0), 0) - peak - spread)
     tl.store(tokens + row, token.to(tl.int64))
     if POLICY:
         _, _, policy_peak, _, policy_total = _totals(policy_peaks, policy_sums, row, chunks, MOST)

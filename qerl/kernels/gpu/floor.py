@@ -32,7 +32,7 @@ def _float(place):
 def _at_or_above(
     logits, peaks, low, middle, high, peak, vocab, chunks, inverse, CHUNK: tl.constexpr, COUNT: tl.constexpr
 ):
-    """How many are at or above each of three levels; or their probabilities, times that of the peak."""
+    """How many are at or above each of three levels; or their probabilities over the peak's."""
     lows = tl.zeros((CHUNK,), tl.float32)
     middles = tl.zeros((CHUNK,), tl.float32)
     highs = tl.zeros((CHUNK,), tl.float32)
@@ -49,23 +49,22 @@ def _at_or_above(
 
 @triton.jit
 def _search(logits, peaks, least, peak, enough, vocab, chunks, inverse, CHUNK: tl.constexpr, COUNT: tl.constexpr):
-    """The largest float with enough at or above it, from `least` on, which has enough."""
+    """The largest float with enough at or above it, from `least` on, which has enough; `least` where enough is NaN."""
     within, beyond = _place(least), _place(peak) + 1
     while beyond - within > 1:
-        quarter = (beyond - within) // 4
-        first = within + tl.maximum(quarter, 1)
-        second = tl.minimum(first + tl.maximum(quarter, 1), beyond)
-        third = tl.minimum(second + tl.maximum(quarter, 1), beyond)
+        quarter = (beyond - within + 3) // 4
+        first = within + quarter
+        second = tl.minimum(first + quarter, beyond)
+        third = tl.minimum(second + quarter, beyond)
         low, middle, high = _at_or_above(
             logits, peaks, _float(first), _float(second), _float(third), peak, vocab, chunks, inverse, CHUNK, COUNT
         )
-        # The masses fall from the first level to the third: the last that has enough, and the first that has not.
-        within = tl.where((low >= enough) & (first < beyond), first, within)
-        within = tl.where((middle >= enough) & (second < beyond), second, within)
-        within = tl.where((high >= enough) & (third < beyond), third, within)
-        beyond = tl.where((high < enough) & (third < beyond), third, beyond)
-        beyond = tl.where((middle < enough) & (second < beyond), second, beyond)
-        beyond = tl.where((low < enough) & (first < beyond), first, beyond)
+        # Masses fall from the first level to the third. A comparison with NaN says no, so that the search ends.
+        one = low >= enough
+        two = (middle >= enough) & (second < beyond)
+        three = (high >= enough) & (third < beyond)
+        beyond = tl.where(three, beyond, tl.where(two, third, tl.where(one, second, first)))
+        within = tl.where(three, third, tl.where(two, second, tl.where(one, first, within)))
     return _float(within)
 
 
