@@ -96,11 +96,13 @@ def engine_for(
     max_tokens: int,
     num_blocks: int | None = None,
     kv_cache_dtype: str = "auto",
+    penalty: bool = False,
 ) -> Engine:
     """An engine whose cache holds prompts of these lengths with their completions as far as memory allows; of many, the
-    longest that run at a time. num_blocks: so many blocks instead."""
+    longest that run at a time. num_blocks: so many blocks instead. penalty: repetition will be penalized."""
     lengths = sorted((min(length + max_tokens, model.arch.max_positions) for length in prompts), reverse=True)
-    blocks = num_blocks or blocks_that_fit(model, BLOCK_SIZE, lengths[:MAX_RUNNING], kv_cache_dtype=kv_cache_dtype)
+    fitting = blocks_that_fit(model, BLOCK_SIZE, lengths[:MAX_RUNNING], 0, kv_cache_dtype, penalty)
+    blocks = num_blocks or fitting
     return Engine(model, blocks, BLOCK_SIZE, tokenizer=tokenizer, kv_cache_dtype=kv_cache_dtype)
 
 

@@ -153,7 +153,8 @@ class QerlLM(TemplateLM):  # type: ignore[misc]
         with tqdm(total=len(requests), disable=disable_tqdm, desc="generate_until") as bar:
             for sampling, group in groups.items():
                 lengths = [len(request.prompt_ids) for request in group]
-                engine = engine_for(self.model, self.tokenizer, lengths, sampling.max_tokens)
+                penalty = sampling.repetition_penalty != 1.0
+                engine = engine_for(self.model, self.tokenizer, lengths, sampling.max_tokens, penalty=penalty)
                 for done in engine.stream(group, sampling):
                     if done.error:
                         raise ValueError(f"lm-eval's request {done.request} can't be sampled: {done.error}")
