@@ -101,8 +101,8 @@ def engine_for(
     """An engine whose cache holds prompts of these lengths with their completions as far as memory allows; of many, the
     longest that run at a time. num_blocks: so many blocks instead. penalty: repetition will be penalized."""
     lengths = sorted((min(length + max_tokens, model.arch.max_positions) for length in prompts), reverse=True)
-    fitting = blocks_that_fit(model, BLOCK_SIZE, lengths[:MAX_RUNNING], 0, kv_cache_dtype, penalty)
-    blocks = num_blocks or fitting
+    together = lengths[:MAX_RUNNING]
+    blocks = num_blocks or blocks_that_fit(model, BLOCK_SIZE, together, 0, kv_cache_dtype, penalty)
     return Engine(model, blocks, BLOCK_SIZE, tokenizer=tokenizer, kv_cache_dtype=kv_cache_dtype)
 
 

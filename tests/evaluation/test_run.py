@@ -98,6 +98,21 @@ def test_the_trained_norms_of_an_adapter_move_the_score_by_themselves(job: Job, 
     assert value["norms"] < 0.1
 
 
+def test_filters_reach_the_sampler_and_make_another_evaluation(job: Job) -> None:
+    job = replace(job, limit=6)
+    evaluate(job)
+    likeliest = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}
+    jobs = [replace(job, temperature=1.0, out=job.folder() / name, **{name: by}) for name, by in likeliest.items()]
+    for filtered in jobs:
+        evaluate(filtered)
+    said, *others = (
+        [line["completion"] for line in read_samples(samples_file(one.folder(), "arithmetic")).values()]
+        for one in (job, *jobs)
+    )
+    assert others == [said] * 3
+    assert len({replace(one, out=None).folder() for one in (job, *jobs)}) == 4
+
+
 def test_samples_and_scores_of_k(job: Job) -> None:
     job = replace(job, k=4, temperature=1.0, limit=8)
     results = evaluate(job)

@@ -63,7 +63,7 @@ def test_ctrl_c_is_handed_on_and_the_run_can_be_resumed(tmp_path: Path) -> None:
             pressed.append(line)
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="Run the same command again to go on"):
+    with pytest.raises(Interrupted, match=r"saved what it had\. Run the same command again to go on"):
         run_sweep(grid, interrupt)
     folder = tmp_path / grid.points[0].name
     assert 0 < len((folder / "metrics.jsonl").read_text().splitlines()) < 400
